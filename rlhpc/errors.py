@@ -1,0 +1,29 @@
+"""Errors a user can cause or must hear of. Each message says what, got, allowed and the fix."""
+
+
+class RlhpcError(Exception):
+    """Base of all errors that rlhpc raises on purpose; the command line prints them without a traceback."""
+
+
+class ConfigError(RlhpcError):
+    """The configuration is wrong or contradicts the model, the data or the machine."""
+
+
+class DataError(RlhpcError):
+    """A data file or row can't be used."""
+
+
+class ModelError(RlhpcError):
+    """A model directory can't be used: unknown family, missing or truncated files, unsupported option."""
+
+
+class CheckpointError(RlhpcError):
+    """A checkpoint can't be written or read."""
+
+
+class EngineError(RlhpcError):
+    """The rollout engine broke a promise, such as tensor-parallel ranks that sampled different tokens."""
+
+
+class TrainingError(RlhpcError):
+    """Training can't go on, such as a non-finite loss."""

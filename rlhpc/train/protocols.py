@@ -1,0 +1,124 @@
+"""What the worker asks of a trainer and of a rollout engine. The loop and the worker know only these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from rlhpc.data.types import Completion, PackedBatch
+from rlhpc.layout.spec import ShardSpec
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """How to sample. `max_response_length` in tokens; `temperature` 0 is greedy; `top_k` -1 is off."""
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_length: int
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """What one optimizer step minimises, and its global normalisers (over all data-parallel ranks and microbatches)."""
+
+    loss_mode: str
+    clip_low: float
+    clip_high: float
+    clip_c: float
+    loss_agg_mode: str
+    num_global_tokens: float
+    num_global_seqs: float
+    loss_scale_factor: float | None
+    entropy_coeff: float
+    kl_coef: float  # 0: no KL loss
+    kl_type: str
+    temperature: float
+
+
+class WeightSource(Protocol):
+    """The side of a publish that owns the weights. Every rank computes the same specs."""
+
+    def source_specs(self) -> Sequence[ShardSpec]: ...
+
+    def source_buffers(self) -> Mapping[str, torch.Tensor]: ...
+
+
+class WeightSink(Protocol):
+    """The side of a publish that receives. Every rank computes the same specs."""
+
+    def sink_specs(self) -> Sequence[ShardSpec]: ...
+
+    def begin_publish(self) -> Mapping[str, torch.Tensor]:
+        """Buffers to write into, by the names that the sink's shards use."""
+        ...
+
+    def end_publish(self, policy_version: int) -> None:
+        """Makes the written weights the ones that generate, and drops every cache computed from the old ones."""
+        ...
+
+
+class Trainer(WeightSource, Protocol):
+    """One rank of the trainer. Every method is collective: all ranks of the world call it together."""
+
+    @property
+    def data_parallel_rank(self) -> int: ...
+
+    @property
+    def data_parallel_size(self) -> int: ...
+
+    def logprobs(self, batches: Sequence[PackedBatch], *, temperature: float, model: str) -> list[torch.Tensor]:
+        """Per-token logprobs float32 [T] per batch (0 where loss_mask is 0). `model` is "policy" or "reference"."""
+        ...
+
+    def step(self, batches: Sequence[PackedBatch], loss: LossSpec) -> dict[str, float]:
+        """One optimizer step. Returns metrics summed over this rank's microbatches with global normalisers (to be
+        summed over data-parallel ranks), except `actor/grad_norm` and `actor/lr`, the same everywhere."""
+        ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def state_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        """This rank's training state: tensors by name, and JSON-able scalars (scheduler, RNG stream names, layout)."""
+        ...
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, object]) -> None: ...
+
+    def save_hf(self, directory: Path) -> None:
+        """Writes an HF directory (safetensors, config.json) of the current weights. Collective."""
+        ...
+
+
+class RolloutEngine(WeightSink, Protocol):
+    """One rank of the rollout engine. Ranks of one tensor-parallel replica are called with the same arguments."""
+
+    @property
+    def replica_rank(self) -> int: ...
+
+    @property
+    def num_replicas(self) -> int: ...
+
+    def generate(
+        self, prompts: Sequence[tuple[int, Sequence[int]]], sampling: SamplingSpec, *, seed: int
+    ) -> tuple[list[Completion], int]:
+        """Samples n completions for each (prompt_id, token_ids). Returns them (prompt-major) and a digest of all
+        tokens, which must agree between the ranks of a replica. `seed` identifies run and step."""
+        ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self, what: str) -> None:
+        """`what` is "weights" or "kv_cache"."""
+        ...
+
+    def close(self) -> None: ...
