@@ -1,0 +1,119 @@
+"""From scored completions to what the optimizer sees: padded [B, T] response tensors, T the longest response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rlhpc.algorithms.advantages import ESTIMATORS
+from rlhpc.algorithms.corrections import rollout_weights
+from rlhpc.algorithms.kl import kl_penalty
+from rlhpc.config.schema import AlgorithmConfig
+from rlhpc.data.packing import TokenSequence
+from rlhpc.data.types import Trajectory
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The step's trajectories, prompt-major, with the rollout's tensors."""
+
+    trajectories: tuple[Trajectory, ...]
+    group_ids: torch.Tensor  # int64 [B]: position of the prompt in the batch
+    mask: torch.Tensor  # float32 [B, T]: 1 on response tokens
+    rollout_logprobs: torch.Tensor  # float32 [B, T]
+    scores: torch.Tensor  # float32 [B, T]: the reward, at each last response token
+
+    @staticmethod
+    def collate(trajectories: Sequence[Trajectory], n: int) -> RolloutBatch:
+        """`n` consecutive trajectories make a group."""
+        mask = pad([np.ones(len(t.completion.token_ids), np.float32) for t in trajectories])
+        scores = torch.zeros_like(mask)
+        for row, trajectory in enumerate(trajectories):
+            scores[row, len(trajectory.completion.token_ids) - 1] = trajectory.reward
+        return RolloutBatch(
+            trajectories=tuple(trajectories),
+            group_ids=torch.arange(len(trajectories)) // n,
+            mask=mask,
+            rollout_logprobs=pad([t.completion.logprobs for t in trajectories]),
+            scores=scores,
+        )
+
+    def sequences(self, **fields: torch.Tensor) -> list[TokenSequence]:
+        """Token sequences to pack, `sequence_id` the row; `fields` are [B, T] tensors that travel with them."""
+        return [
+            TokenSequence(
+                sequence_id=row,
+                token_ids=np.concatenate([t.prompt.token_ids, t.completion.token_ids]),
+                prompt_len=len(t.prompt.token_ids),
+                fields={name: f[row, : len(t.completion.token_ids)].numpy() for name, f in fields.items()},
+            )
+            for row, t in enumerate(self.trajectories)
+        ]
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """A rollout batch with everything the loss needs, all float32 [B, T]."""
+
+    rollout: RolloutBatch
+    trainer_logprobs: torch.Tensor
+    rewards: torch.Tensor  # scores less the in-reward KL, where asked for
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    fields: dict[str, torch.Tensor]  # what travels to the trainer, by the names of PackedBatch.token_fields
+    metrics: dict[str, float]
+
+
+def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
+    """float32 [B, T] from rows of different lengths, zeros behind."""
+    padded = torch.zeros(len(rows), max(len(row) for row in rows))
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = torch.from_numpy(np.asarray(row, np.float32))
+    return padded
+
+
+def prepare(
+    rollout: RolloutBatch,
+    trainer_logprobs: Sequence[np.ndarray],
+    ref_logprobs: Sequence[np.ndarray] | None,
+    algorithm: AlgorithmConfig,
+    *,
+    kl_in_loss: bool,
+) -> TrainBatch:
+    """Advantages and corrections of one batch; pure."""
+    mask, metrics = rollout.mask, {}
+    behavior = pad(trainer_logprobs)
+    rewards, fields = rollout.scores, {"trainer_logprobs": behavior}
+    if ref_logprobs is not None:
+        reference = pad(ref_logprobs)
+        if kl_in_loss:
+            fields["ref_logprobs"] = reference
+        if algorithm.use_kl_in_reward:
+            kl = kl_penalty(behavior, reference, algorithm.kl_penalty) * mask
+            rewards = rewards - algorithm.kl_ctrl.kl_coef * kl
+            metrics["actor/reward_kl_penalty"] = float(kl.sum() / mask.sum())
+            metrics["actor/reward_kl_penalty_coeff"] = algorithm.kl_ctrl.kl_coef
+    advantages, returns = ESTIMATORS[algorithm.adv_estimator](
+        rewards,
+        mask,
+        rollout.group_ids,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+    )
+    fields["advantages"] = advantages
+    correction = algorithm.rollout_correction
+    if correction.rollout_is is not None:
+        weights, more = rollout_weights(
+            behavior,
+            rollout.rollout_logprobs,
+            mask,
+            level=correction.rollout_is,
+            threshold=correction.rollout_is_threshold,
+        )
+        fields["rollout_weights"] = weights
+        metrics |= more
+    return TrainBatch(rollout, behavior, rewards, advantages, returns, fields, metrics)

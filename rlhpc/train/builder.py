@@ -1,0 +1,39 @@
+"""The only place where backends are chosen. A backend is imported inside the branch that chose it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.errors import ConfigError
+from rlhpc.train.protocols import RolloutEngine, Trainer
+
+
+def build_engine(
+    cfg: RunConfig, hf_config: dict[str, Any], device: str, rank: int, world_size: int, ident: str
+) -> RolloutEngine:
+    """This rank's rollout engine; `ident` makes the names of its shared-memory segments unique on the node."""
+    name = cfg.actor_rollout_ref.rollout.name
+    if name == "vllm":
+        try:
+            from rlhpc.backends.vllm.engine import VllmEngine
+        except ModuleNotFoundError as error:
+            raise _missing(error, device) from error
+        model_dir = Path(cfg.actor_rollout_ref.model.path)
+        return VllmEngine(cfg, hf_config, model_dir, device, rank, world_size, ident)
+    raise ConfigError(f"actor_rollout_ref.rollout.name={name!r} is not available; choose vllm")
+
+
+def build_trainer(cfg: RunConfig, hf_config: dict[str, Any], device: str) -> Trainer:
+    """This rank's trainer."""
+    try:
+        from rlhpc.backends.megatron.trainer import MegatronTrainer
+    except ModuleNotFoundError as error:
+        raise _missing(error, device) from error
+    return MegatronTrainer(cfg, hf_config, Path(cfg.actor_rollout_ref.model.path), device)
+
+
+def _missing(error: ModuleNotFoundError, device: str) -> ConfigError:
+    extra = "gpu" if device == "cuda" else "cpu"
+    return ConfigError(f"package {error.name!r} is missing; install it with: pip install 'rlhpc[{extra}]'")

@@ -1,0 +1,147 @@
+"""Everything that a run is made of, assembled once by run.py and read by the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.cluster.stop import StopFlag
+from rlhpc.config.schema import RunConfig
+from rlhpc.data.cursor import PromptCursor
+from rlhpc.data.dataset import PromptDataset
+from rlhpc.data.packing import TokenSequence
+from rlhpc.data.types import Completion, Prompt
+from rlhpc.errors import TrainingError
+from rlhpc.metrics.reporter import Reporter
+from rlhpc.train.persistence import TrainState, save_sequences
+from rlhpc.train.protocols import LossSpec, SamplingSpec
+from rlhpc.train.ranks import Ranks
+from rlhpc.train.scoring import Scorer
+from rlhpc.train.validation import Validation
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. The methods only fill in what the configuration says."""
+
+    cfg: RunConfig
+    directory: Path
+    dataset: PromptDataset
+    cursor: PromptCursor
+    ranks: Ranks
+    scorer: Scorer
+    validation: Validation
+    store: CheckpointStore
+    reporter: Reporter
+    stop: StopFlag
+    total_steps: int
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.cfg.actor_rollout_ref.actor.use_kl_loss or self.cfg.algorithm.use_kl_in_reward
+
+    def save_due(self, step: int, finished: bool) -> bool:
+        """Every save_freq steps, and at the end."""
+        freq = self.cfg.trainer.save_freq
+        if finished:
+            return self.cfg.checkpoint.save_final or self.stop.requested()
+        return step > 0 and freq > 0 and step % freq == 0
+
+    def validate(self, state: TrainState) -> TrainState:
+        """The state with validation metrics in its record, where due and not restored with the state."""
+        if not self.validation.due(state.step, self.total_steps) or any(
+            name.startswith("val-core/") for name in state.record
+        ):
+            return state
+        metrics = self.validation.evaluate(
+            self.ranks, state.step, lambda done: self.reporter.progress(state.step, "testing", done)
+        )
+        return replace(state, record=state.record | metrics)
+
+    @contextmanager
+    def batch_kept_on_failure(self, step: int, mini_batch: Sequence[TokenSequence]) -> Iterator[None]:
+        """Writes the mini-batch beside the logs when the optimizer refuses it, and names the file in the error."""
+        try:
+            yield
+        except TrainingError as error:
+            path = self.directory / "failures" / f"step-{step:06d}.safetensors"
+            save_sequences(path, mini_batch)
+            raise TrainingError(
+                f"step {step}: {error}\nthe batch is in {path}; checkpoints up to step "
+                f"{max(self.store.steps(), default=0)} are kept in {self.store.root}"
+            ) from error
+
+    def generate(self, prompts: Sequence[Prompt], seed: int, step: int) -> list[Completion]:
+        """n completions per prompt, watching the stop flag between chunks."""
+        rollout = self.cfg.actor_rollout_ref.rollout
+
+        def between_chunks(done: int) -> None:
+            self.stop.check()
+            self.reporter.progress(step, "gen", done / len(prompts))
+
+        return self.ranks.generate(
+            prompts,
+            SamplingSpec(
+                n=rollout.n,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                max_response_length=self.cfg.data.max_response_length,
+                stop=tuple(rollout.stop),
+                ignore_eos=rollout.ignore_eos,
+            ),
+            seed=seed,
+            chunk_prompts=rollout.chunk_prompts,
+            between_chunks=between_chunks,
+        )
+
+    def logprobs(self, sequences: Sequence[TokenSequence], model: str) -> list[np.ndarray]:
+        """Per-token logprobs under the "policy" or the "reference", at the sampling temperature."""
+        rollout, ref, actor = (
+            self.cfg.actor_rollout_ref.rollout,
+            self.cfg.actor_rollout_ref.ref,
+            self.cfg.actor_rollout_ref.actor,
+        )
+        limits: Any = rollout if model == "policy" else ref
+        return self.ranks.logprobs(
+            sequences,
+            temperature=rollout.temperature,
+            model=model,
+            max_tokens=limits.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+            max_sequences=limits.log_prob_micro_batch_size_per_gpu,
+        )
+
+    def optimize(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+        """One optimizer step on a mini-batch; its global token and sequence counts normalise the loss."""
+        actor = self.cfg.actor_rollout_ref.actor
+        num_tokens = sum(len(s.token_ids) - s.prompt_len for s in sequences)
+        loss = LossSpec(
+            loss_mode=actor.policy_loss.loss_mode,
+            clip_low=_or(actor.clip_ratio_low, actor.clip_ratio),
+            clip_high=_or(actor.clip_ratio_high, actor.clip_ratio),
+            clip_c=actor.clip_ratio_c,
+            loss_agg_mode=actor.loss_agg_mode,
+            num_global_tokens=float(num_tokens),
+            num_global_seqs=float(len(sequences)),
+            loss_scale_factor=_or(actor.loss_scale_factor, float(self.cfg.data.max_response_length)),
+            entropy_coeff=actor.entropy_coeff,
+            kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+            kl_type=actor.kl_loss_type,
+            temperature=self.cfg.actor_rollout_ref.rollout.temperature,
+        )
+        return self.ranks.step(
+            sequences,
+            loss,
+            max_tokens=actor.ppo_max_token_len_per_gpu,
+            max_sequences=actor.ppo_micro_batch_size_per_gpu,
+        )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

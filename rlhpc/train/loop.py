@@ -1,0 +1,105 @@
+"""The whole algorithm on one page. Everything it calls is a pure function or an object that the run was built with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import numpy as np
+
+from rlhpc.algorithms.statistics import mismatch
+from rlhpc.cluster.stop import StopRequested
+from rlhpc.config.schema import ActorConfig
+from rlhpc.data.packing import TokenSequence
+from rlhpc.metrics.records import batch_metrics
+from rlhpc.metrics.timer import PhaseTimer
+from rlhpc.train.batch import RolloutBatch, prepare
+from rlhpc.train.context import Run
+from rlhpc.train.persistence import TrainState, restore, save
+
+
+def train(run: Run) -> TrainState:
+    """From the newest checkpoint, or the beginning, to the last step or a stop.
+
+    A step's weights are published and validated before they are committed together with the step's metrics: a run
+    killed anywhere finds a checkpoint whose record is whole, and a resumed run repeats nothing that was committed.
+    """
+    state = restore(run)
+    while True:
+        timer = PhaseTimer()
+        with timer.phase("update_weights"):
+            moved_bytes = run.ranks.publish(state.step)
+        with timer.phase("testing"):
+            state = run.validate(state)
+        finished = state.step >= run.total_steps or run.stop.requested()
+        if run.save_due(state.step, finished):
+            with timer.phase("save_checkpoint"):
+                save(run, state)
+        run.reporter.log(state.step, state.record | timer.metrics() | {"perf/reshard_bytes": moved_bytes})
+        if finished:
+            return state
+        try:
+            state = train_step(run, state)
+        except StopRequested:  # nothing of the step has reached the weights: the state from its start stands
+            save(run, state)
+            return state
+
+
+def train_step(run: Run, state: TrainState) -> TrainState:
+    """Sample, score, compare, estimate, update. Raises StopRequested only while no weight has changed."""
+    cfg, step, timer = run.cfg, state.step + 1, PhaseTimer()
+    actor = cfg.actor_rollout_ref.actor
+    seed = step_seed(cfg.seed, step)
+    run.cursor.load(state.cursor)
+
+    with timer.phase("gen"):
+        prompts = [run.dataset[index] for index in run.cursor.next()]
+        completions = run.generate(prompts, seed, step)
+    with timer.phase("reward"):
+        trajectories = run.scorer.score(prompts, completions, seed=seed, control=True)
+        rollout = RolloutBatch.collate(trajectories, cfg.actor_rollout_ref.rollout.n)
+    run.stop.check()
+
+    with timer.phase("old_log_prob"):
+        run.ranks.begin_update()
+        trainer_logprobs = run.logprobs(rollout.sequences(), "policy")
+    with timer.phase("ref"):
+        ref_logprobs = run.logprobs(rollout.sequences(), "reference") if run.needs_reference else None
+    run.stop.check()
+
+    with timer.phase("adv"):
+        batch = prepare(rollout, trainer_logprobs, ref_logprobs, cfg.algorithm, kl_in_loss=actor.use_kl_loss)
+    with timer.phase("update_actor"):
+        updates = []
+        for mini_batch in mini_batches(rollout.sequences(**batch.fields), actor, rollout.n, seed):
+            with run.batch_kept_on_failure(step, mini_batch):
+                updates.append(run.optimize(mini_batch))
+
+    record = (
+        batch_metrics(batch)
+        | mismatch(batch.trainer_logprobs, rollout.rollout_logprobs, rollout.mask)
+        | batch.metrics
+        | {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        | {"training/global_step": step, "training/epoch": run.cursor.epoch}
+        | timer.metrics()
+        | run.ranks.memory()
+    )
+    return TrainState(step, run.cursor.state(), record)
+
+
+def mini_batches(
+    sequences: list[TokenSequence], actor: ActorConfig, n: int, seed: int
+) -> Iterator[list[TokenSequence]]:
+    """`ppo_mini_batch_size` prompts with all their n trajectories at a time, `ppo_epochs` times over."""
+    size = actor.ppo_mini_batch_size * n
+    for epoch in range(actor.ppo_epochs):
+        order = np.arange(len(sequences))
+        if actor.shuffle:
+            order = np.random.default_rng([seed, epoch]).permutation(len(sequences))
+        for begin in range(0, len(sequences), size):
+            yield [sequences[index] for index in order[begin : begin + size]]
+
+
+def step_seed(run_seed: int, step: int) -> int:
+    """63-bit seed of one step's sampling: a function of run and step alone, so that a restart repeats it."""
+    return int.from_bytes(blake2b(f"{run_seed}:{step}".encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,79 @@
+"""What survives a restart, and the order in which it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from rlhpc.checkpoint.store import CheckpointManifest, CheckpointStore
+from rlhpc.data.packing import TokenSequence
+from rlhpc.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rlhpc.train.context import Run
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a checkpoint holds beside tensors: the last finished step, where the prompts go on, the step's metrics."""
+
+    step: int
+    cursor: dict[str, Any]
+    record: dict[str, float] = field(default_factory=dict)
+
+
+def restore(run: Run) -> TrainState:
+    """Brings ranks, cursor and metrics to the newest committed step; the initial state when there is none."""
+    manifest = _chosen_manifest(run)
+    if manifest is None:
+        state = TrainState(0, run.cursor.state())
+    else:
+        run.ranks.load(manifest)
+        state = TrainState(**manifest.state["train"])
+        run.reporter.say(f"resuming after step {state.step} from {manifest.directory}")
+    run.reporter.cut_back(state.step)
+    return state
+
+
+def _chosen_manifest(run: Run) -> CheckpointManifest | None:
+    trainer = run.cfg.trainer
+    if trainer.resume_mode == "disable":
+        if run.store.steps():
+            raise CheckpointError(
+                f"trainer.resume_mode=disable, but {run.store.root} holds steps {run.store.steps()}, which a new "
+                "run would overwrite; choose another run_dir (or move that directory away), or resume_mode=auto"
+            )
+        return None
+    latest = run.store.load_latest()
+    if latest is None and trainer.resume_mode == "resume_path":
+        source = Path(str(trainer.resume_from_path))
+        latest = CheckpointStore(source.parent).load(source)
+    return latest
+
+
+def save(run: Run, state: TrainState) -> None:
+    """Commits the state and the ranks' tensors as one checkpoint, then retires old ones."""
+    if state.step in run.store.steps():
+        return
+    pending = run.store.begin(state.step)
+    entries = run.ranks.save(pending.directory)
+    run.store.commit(pending, entries, {"train": asdict(state), "wandb": run.reporter.wandb_id})
+    run.store.retain(run.cfg.checkpoint.keep)
+
+
+def save_sequences(path: Path, sequences: Sequence[TokenSequence]) -> None:
+    """A batch that training refused, as safetensors: concatenated tokens and fields with per-sequence lengths."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {
+        "token_ids": np.concatenate([s.token_ids for s in sequences]),
+        "lengths": np.array([len(s.token_ids) for s in sequences]),
+        "prompt_lens": np.array([s.prompt_len for s in sequences]),
+    }
+    for name in sequences[0].fields:
+        arrays[f"fields.{name}"] = np.concatenate([s.fields[name] for s in sequences])
+    save_file(arrays, path)

@@ -1,0 +1,121 @@
+"""The driver's view of all ranks: data goes out balanced over data-parallel ranks and replicas, results come back in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlhpc.data.packing import TokenSequence, pack, split_by_sequence
+from rlhpc.data.types import Completion, PackedBatch, Prompt
+from rlhpc.train.protocols import LossSpec, SamplingSpec
+
+
+class Caller(Protocol):
+    """Calls a method on every rank together; `per_rank` gives each rank its positional arguments."""
+
+    world_size: int
+
+    def call(
+        self, method: str, per_rank: Sequence[tuple[Any, ...]] | None = None, **common: Any
+    ) -> list[Any]: ...
+
+
+class Ranks:
+    """Trainer and engine of the whole world as one object. Arrays in, arrays out, in the caller's order."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        places = caller.call("describe")
+        self._dp_ranks = [int(place["dp_rank"]) for place in places]
+        self._replicas = [int(place["replica_rank"]) for place in places]
+        self.data_parallel_size = int(places[0]["dp_size"])
+        self.num_replicas = int(places[0]["num_replicas"])
+        self.start_s = max(float(place["start_s"]) for place in places)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingSpec,
+        *,
+        seed: int,
+        chunk_prompts: int,
+        between_chunks: Callable[[int], None],
+    ) -> list[Completion]:
+        """n completions per prompt, prompt-major. `between_chunks(done)` may raise to stop; 0 chunks: all at once."""
+        size = chunk_prompts or len(prompts)
+        completions: list[Completion] = []
+        for begin in range(0, len(prompts), size):
+            between_chunks(begin)
+            chunk = [(prompt.prompt_id, prompt.token_ids) for prompt in prompts[begin : begin + size]]
+            bounds = np.linspace(0, len(chunk), self.num_replicas + 1).astype(int)
+            shares = [chunk[bounds[r] : bounds[r + 1]] for r in range(self.num_replicas)]
+            results = self._caller.call("generate", [(shares[r], sampling, seed) for r in self._replicas])
+            completions += [completion for result in results for completion in result]
+        between_chunks(len(prompts))
+        return completions
+
+    def begin_update(self) -> None:
+        self._caller.call("begin_update")
+
+    def logprobs(
+        self,
+        sequences: Sequence[TokenSequence],
+        *,
+        temperature: float,
+        model: str,
+        max_tokens: int,
+        max_sequences: int | None,
+    ) -> list[np.ndarray]:
+        """float32 [R] per sequence, of its response tokens. `sequence_id`s must be 0..len-1."""
+        shares = pack(
+            sequences, dp_size=self.data_parallel_size, max_tokens=max_tokens, max_sequences=max_sequences
+        )
+        results = self._caller.call("logprobs", [(shares[d], temperature, model) for d in self._dp_ranks])
+        found: dict[int, np.ndarray] = {}
+        for dp_rank, values in zip(self._dp_ranks, results, strict=True):
+            for batch, logprobs in zip(shares[dp_rank], values, strict=True):
+                found.update(split_by_sequence(logprobs, batch))
+        return [found[sequence.sequence_id] for sequence in sequences]
+
+    def step(
+        self,
+        sequences: Sequence[TokenSequence],
+        loss: LossSpec,
+        *,
+        max_tokens: int,
+        max_sequences: int | None,
+    ) -> dict[str, float]:
+        """One optimizer step on all sequences; metrics over the whole mini-batch."""
+        shares: list[list[PackedBatch]] = pack(
+            sequences, dp_size=self.data_parallel_size, max_tokens=max_tokens, max_sequences=max_sequences
+        )
+        results = self._caller.call("step", [(shares[d], loss) for d in self._dp_ranks])
+        one_per_dp = {dp: result for dp, result in zip(self._dp_ranks, results, strict=True)}
+        same_everywhere = ("actor/grad_norm", "actor/lr")
+        return {
+            name: value if name in same_everywhere else sum(result[name] for result in one_per_dp.values())
+            for name, value in one_per_dp[0].items()
+        }
+
+    def publish(self, policy_version: int) -> float:
+        """Weights to the engine; returns the bytes that crossed ranks."""
+        return float(
+            sum(r["received_bytes"] for r in self._caller.call("publish", policy_version=policy_version))
+        )
+
+    def save(self, directory: Path) -> list[Any]:
+        return [entry for entries in self._caller.call("save", directory=str(directory)) for entry in entries]
+
+    def load(self, manifest: Any) -> None:
+        self._caller.call("load", manifest=manifest)
+
+    def save_hf(self, directory: Path) -> None:
+        self._caller.call("save_hf", directory=str(directory))
+
+    def memory(self) -> dict[str, float]:
+        """The largest peak among the ranks, GiB."""
+        results = self._caller.call("memory")
+        return {name: max(result[name] for result in results) for name in results[0]}

@@ -1,0 +1,132 @@
+"""Assembles a run on this machine, trains, and says what came of it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint.identity import check_identity
+from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.cluster.ray_local import local_ray
+from rlhpc.cluster.stop import StopFlag
+from rlhpc.config.schema import RunConfig
+from rlhpc.data.cursor import PromptCursor
+from rlhpc.data.dataset import load_prompts
+from rlhpc.errors import ConfigError, DataError, ModelError
+from rlhpc.metrics.reporter import Reporter
+from rlhpc.rewards import RewardPool
+from rlhpc.train.context import Run
+from rlhpc.train.loop import train
+from rlhpc.train.ranks import Ranks
+from rlhpc.train.scoring import Scorer
+from rlhpc.train.validation import Validation
+from rlhpc.train.worker import RayRanks
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request with a checkpoint; the same command goes on
+
+
+def run(cfg: RunConfig) -> int:
+    """Trains on this machine from the run directory's newest checkpoint. Returns the process's exit code.
+
+    Raises RlhpcError for everything that the user can mend.
+    """
+    directory = Path(cfg.run_dir).absolute()
+    device = resolve_device(cfg)
+    stop = StopFlag()
+    with ExitStack() as stack:
+        stack.enter_context(run_lock(directory))
+        check_identity(directory, cfg)
+        tokenizer = load_tokenizer(cfg)
+        dataset = load_prompts(cfg.data.train_files, tokenizer, cfg.data)
+        held_out = load_prompts(cfg.data.val_files, tokenizer, cfg.data) if cfg.data.val_files else None
+        cursor = PromptCursor(len(dataset), cfg.data.train_batch_size, cfg.seed, cfg.data.shuffle)
+        total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * cursor.steps_per_epoch
+        stop.install()
+        num_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+        session = stack.enter_context(
+            local_ray(cfg.cluster, num_ranks=num_ranks, num_gpus=num_ranks if device == "cuda" else 0)
+        )
+        pool = stack.enter_context(
+            RewardPool(
+                cfg.reward.name,
+                dict(cfg.reward.kwargs),
+                timeout_s=cfg.reward.timeout_s,
+                num_workers=cfg.reward.num_workers,
+            )
+        )
+        reporter = stack.enter_context(Reporter(cfg, directory, total_steps))
+        reporter.say(f"starting {num_ranks} ranks on {device}; logs in {directory / 'logs'}")
+        workers = RayRanks(cfg, device, session, directory / "logs")
+        stack.callback(workers.close)
+        scorer = Scorer(tokenizer, pool, shuffle=cfg.reward.shuffle_control)
+        state = train(
+            Run(
+                cfg=cfg,
+                directory=directory,
+                dataset=dataset,
+                cursor=cursor,
+                ranks=Ranks(workers),
+                scorer=scorer,
+                validation=Validation(cfg, held_out, scorer, directory / "val_generations"),
+                store=CheckpointStore(Path(cfg.trainer.default_local_dir or directory / "checkpoints")),
+                reporter=reporter,
+                stop=stop,
+                total_steps=total_steps,
+            )
+        )
+        finished = state.step >= total_steps
+        reporter.close_run(state.step, finished)
+    return 0 if finished else EXIT_STOPPED
+
+
+def resolve_device(cfg: RunConfig) -> str:
+    """ "cpu" or "cuda", as trainer.device asks and the machine allows."""
+    import torch
+
+    available = torch.cuda.device_count()
+    asked = cfg.trainer.device
+    if asked == "cuda" and available < cfg.trainer.n_gpus_per_node:
+        raise ConfigError(
+            f"trainer.device=cuda with trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}, but this machine "
+            f"shows {available} GPUs; set trainer.n_gpus_per_node={available} or trainer.device=cpu"
+        )
+    if asked == "auto":
+        return "cuda" if available >= cfg.trainer.n_gpus_per_node else "cpu"
+    return asked
+
+
+def load_tokenizer(cfg: RunConfig) -> Any:
+    """The model's own tokenizer; nothing is fetched from a network when the path is a directory."""
+    from transformers import AutoTokenizer
+
+    model = cfg.actor_rollout_ref.model
+    try:
+        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"no tokenizer could be loaded from actor_rollout_ref.model.path={model.path}: {error}; the directory "
+            "needs the tokenizer files next to config.json"
+        ) from error
+
+
+@contextmanager
+def run_lock(directory: Path) -> Iterator[None]:
+    """One driver per run directory. The lock goes with the process, whatever ends it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise ConfigError(
+                f"another process (pid {lock.read().strip() or 'unknown'}) is training in run_dir={directory}; "
+                "wait for it, or choose another run_dir"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield

@@ -1,0 +1,41 @@
+"""Rewards for completions: decode, ask the reward pool, keep what went wrong as a status."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhpc.data.types import Completion, Prompt, Trajectory
+from rlhpc.rewards import RewardPool
+
+
+class Scorer:
+    """`shuffle` permutes the rewards over the batch: a control run, whose policy must not learn the task."""
+
+    def __init__(self, tokenizer: Any, pool: RewardPool, *, shuffle: bool) -> None:
+        self._tokenizer, self._pool, self._shuffle = tokenizer, pool, shuffle
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        *,
+        seed: int,
+        control: bool = False,
+    ) -> list[Trajectory]:
+        """Trajectories in the order of `completions`, which hold the same number per prompt, prompt-major."""
+        n = len(completions) // len(prompts)
+        texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        owners = [prompts[index // n] for index in range(len(completions))]
+        results = self._pool.score(
+            [(text, p.ground_truth, p.data_source) for text, p in zip(texts, owners, strict=True)]
+        )
+        order = np.arange(len(results))
+        if self._shuffle and control:
+            order = np.random.default_rng(seed).permutation(len(results))
+        return [
+            Trajectory(prompt, completion, text, results[o].score, results[o].status)
+            for prompt, completion, text, o in zip(owners, completions, texts, order, strict=True)
+        ]

@@ -1,0 +1,246 @@
+"""One rank: a Megatron rank and its in-process vLLM rank in one process, and the Ray actor that carries them.
+
+This file is where Ray meets training. `RankWorker` is what an actor runs; `RayRanks` is the driver's way to call all of
+them together, ending everything as soon as one fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.errors import RlhpcError, TrainingError
+
+if TYPE_CHECKING:  # a worker sets its environment before torch is first imported
+    import torch
+
+    from rlhpc.cluster.session import Session
+    from rlhpc.data.types import Completion, PackedBatch
+    from rlhpc.train.protocols import LossSpec, SamplingSpec
+
+
+class RankWorker:
+    """One rank of the world. Every method is collective: the driver calls it on all ranks at once."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        rank: int,
+        world_size: int,
+        device: str,
+        master: tuple[str, int],
+        ident: str,
+        log: str,
+    ) -> None:
+        _redirect_output(Path(log))
+        threads = str(cfg.cluster.threads_per_rank)
+        local_rank = rank % cfg.trainer.n_gpus_per_node
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(local_rank),
+            LOCAL_WORLD_SIZE=str(cfg.trainer.n_gpus_per_node),
+            MASTER_ADDR=master[0],
+            MASTER_PORT=str(master[1]),
+            OMP_NUM_THREADS=threads,
+            MKL_NUM_THREADS=threads,
+        )
+        self.cfg, self.rank, self.world_size = cfg, rank, world_size
+        self._started = time.monotonic()
+        self._join(device, local_rank)
+        from rlhpc.train.builder import build_engine, build_trainer
+
+        hf_config = json.loads(Path(cfg.actor_rollout_ref.model.path, "config.json").read_text())
+        self.engine = build_engine(cfg, hf_config, device, rank, world_size, ident)
+        self.engine.sleep()
+        self.trainer = build_trainer(cfg, hf_config, device)
+        self._publishes = 0
+
+    def _join(self, device: str, local_rank: int) -> None:
+        """The one process group that trainer, engine and reshard share."""
+        import datetime
+
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(self.cfg.cluster.threads_per_rank)
+        if device == "cuda":
+            torch.cuda.set_device(local_rank)
+        timeout = datetime.timedelta(seconds=self.cfg.cluster.collective_timeout_s)
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout)
+
+    def describe(self) -> dict[str, Any]:
+        """Where this rank stands in both grids."""
+        return {
+            "dp_rank": self.trainer.data_parallel_rank,
+            "dp_size": self.trainer.data_parallel_size,
+            "replica_rank": self.engine.replica_rank,
+            "num_replicas": self.engine.num_replicas,
+            "start_s": time.monotonic() - self._started,
+        }
+
+    def publish(self, policy_version: int) -> dict[str, float]:
+        """Moves the trainer's weights into the engine; afterwards the engine is awake and the trainer asleep."""
+        from rlhpc.reshard.execute import Resharder, verify
+        from rlhpc.reshard.plan import plan
+
+        self.engine.wake("weights")
+        sink_buffers = self.engine.begin_publish()
+        if self._publishes == 0:
+            self._plan = plan(self.trainer.source_specs(), self.engine.sink_specs())
+            self._resharder = Resharder(
+                self._plan, self.rank, group=None, bucket_bytes=self.cfg.reshard.bucket_bytes
+            )
+        source_buffers = self.trainer.source_buffers()
+        self._resharder.run(source_buffers, sink_buffers)
+        every = self.cfg.reshard.verify_every
+        if every and self._publishes % every == 0:
+            verify(self._plan, source_buffers, sink_buffers, self.rank, group=None)
+        self._publishes += 1
+        self.engine.end_publish(policy_version)
+        self.trainer.sleep()
+        self.engine.wake("kv_cache")
+        return {"received_bytes": float(self._resharder.received_bytes)}
+
+    def generate(
+        self, prompts: Sequence[tuple[int, Sequence[int]]], sampling: SamplingSpec, seed: int
+    ) -> list[Completion]:
+        """Completions of this replica's prompts, from its first rank alone: the others hold the same."""
+        completions, _ = self.engine.generate(prompts, sampling, seed=seed)
+        first = self.rank % (self.world_size // self.engine.num_replicas) == 0
+        return completions if first else []
+
+    def begin_update(self) -> None:
+        """Hands the device from the engine to the trainer."""
+        self.engine.sleep()
+        self.trainer.wake()
+
+    def logprobs(self, batches: Sequence[PackedBatch], temperature: float, model: str) -> list[torch.Tensor]:
+        return self.trainer.logprobs(batches, temperature=temperature, model=model)
+
+    def step(self, batches: Sequence[PackedBatch], loss: LossSpec) -> dict[str, float]:
+        return self.trainer.step(batches, loss)
+
+    def save(self, directory: str) -> list[Any]:
+        """Writes this rank's shard into a pending checkpoint; returns its file entries."""
+        from rlhpc.checkpoint.store import write_shard
+
+        tensors, scalars = self.trainer.state_tensors()
+        return list(write_shard(Path(directory), self.rank, tensors, scalars))
+
+    def load(self, manifest: Any) -> None:
+        from rlhpc.checkpoint.store import read_shard
+
+        tensors, scalars = read_shard(manifest, self.rank)
+        self.trainer.load_state(tensors, scalars)
+
+    def save_hf(self, directory: str) -> None:
+        self.trainer.save_hf(Path(directory))
+
+    def memory(self) -> dict[str, float]:
+        """Peak memory of this rank, GiB (1024**3 bytes)."""
+        import resource
+
+        import torch
+
+        peak = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        if torch.cuda.is_available():
+            peak["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            peak["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
+        return peak
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _redirect_output(log: Path) -> None:
+    """Everything that libraries print goes to the rank's own file, also what C++ prints."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+class RayRanks:
+    """All ranks as Ray actors. A call goes to every rank; the first failure ends the run with that rank's error."""
+
+    def __init__(self, cfg: RunConfig, device: str, session: Session, log_dir: Path) -> None:
+        import ray
+
+        self.world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+        self._logs = [log_dir / f"rank-{rank:05d}.log" for rank in range(self.world_size)]
+        actor = ray.remote(RankWorker)
+        options = {"num_cpus": cfg.cluster.cpus_per_rank, "num_gpus": 1 if device == "cuda" else 0}
+        master = ("127.0.0.1", _free_port())
+        self._actors = [
+            actor.options(**options).remote(  # type: ignore[attr-defined]
+                cfg, rank, self.world_size, device, master, session.ident, str(self._logs[rank])
+            )
+            for rank in range(self.world_size)
+        ]
+
+    def call(
+        self, method: str, per_rank: Sequence[tuple[Any, ...]] | None = None, **common: Any
+    ) -> list[Any]:
+        """Results of `method` in rank order; `per_rank` gives each rank its positional arguments."""
+        import ray
+
+        arguments = per_rank if per_rank is not None else [()] * self.world_size
+        pending = {
+            getattr(actor, method).remote(*args, **common): rank
+            for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True))
+        }
+        results: list[Any] = [None] * self.world_size
+        while pending:
+            done, _ = ray.wait(list(pending), num_returns=1)
+            rank = pending.pop(done[0])
+            try:
+                results[rank] = ray.get(done[0])
+            except ray.exceptions.RayTaskError as error:
+                raise self._failure(method, rank, error) from error
+            except ray.exceptions.RayActorError as error:
+                raise TrainingError(self._death(method, rank, str(error))) from error
+        return results
+
+    def _failure(self, method: str, rank: int, error: Any) -> RlhpcError:
+        cause = error.cause
+        if isinstance(cause, RlhpcError):
+            return cause
+        return TrainingError(f"rank {rank} failed in {method}: {error}\nits log is {self._logs[rank]}")
+
+    def _death(self, method: str, rank: int, reason: str) -> str:
+        lines = (
+            self._logs[rank].read_text(errors="replace").splitlines()[-20:]
+            if self._logs[rank].exists()
+            else []
+        )
+        return "\n".join(
+            [f"rank {rank} died in {method}: {reason}", f"the end of {self._logs[rank]}:", *lines]
+        )
+
+    def close(self) -> None:
+        """Ends the actors; the engine's shared memory is released where the rank still answers."""
+        import ray
+
+        closing = [actor.close.remote() for actor in self._actors]
+        ray.wait(closing, num_returns=len(closing), timeout=10)
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
