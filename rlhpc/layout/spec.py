@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Shard:
     """One box of a canonical tensor and where it lives.
 
-    The box covers `start[d] <= index[d] < stop[d]` of the canonical tensor. In the rank's local tensor `buffer` it
-    begins at `offset`, whose length is the local tensor's rank: leading dimensions beyond the canonical tensor's (the
-    expert dimension of stacked experts) are plain indices of extent one.
+    The box covers `start[d] <= index[d] < stop[d]` of the canonical tensor. In the rank's local tensor
+    `buffer` it begins at `offset`, whose length is the local tensor's rank: leading dimensions beyond the
+    canonical tensor's (the expert dimension of stacked experts) are plain indices of extent one.
     """
 
     rank: int

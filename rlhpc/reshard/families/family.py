@@ -1,0 +1,146 @@
+"""A model family: two tables (trainer, rollout) over the canonical tensors of a decoder layer, and what
+follows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhpc.layout.parallel import ParallelLayout
+from rlhpc.layout.spec import Shard, ShardSpec
+from rlhpc.reshard.families.facts import HfConfig, ModelFacts
+from rlhpc.reshard.families.placement import Piece, Placement, Position, Shape, replicated, split
+
+EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+ROLLOUT_VOCAB_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
+
+
+def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 1) -> int:
+    """The smallest size at least `vocab_size` that both `multiple` and `tp` ranks' equal parts divide."""
+    unit = multiple if multiple % tp == 0 else multiple * tp
+    return -(-vocab_size // unit) * unit
+
+
+def _rollout_vocab(vocab_size: int, tp: int) -> int:
+    return padded_vocab_size(vocab_size, 1, ROLLOUT_VOCAB_MULTIPLE)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything that rlhpc knows of one HF `model_type`.
+
+    Tables map a parameter's name within its layer to its placement; canonical names in them are relative to
+    "model.layers.{i}." and "{e}" stands for an expert. Embedding, final norm and head are the same in all
+    decoders.
+    """
+
+    model_type: str
+    model_facts: Callable[[HfConfig], ModelFacts]
+    layer_shapes: Callable[[ModelFacts], dict[str, Shape]]
+    trainer_layer: Mapping[str, Placement]
+    rollout_layer: Mapping[str, Placement]
+
+    def canonical_tensors(self, hf_config: HfConfig) -> dict[str, Shape]:
+        """HF names and shapes, in the order of the forward pass. Tied embeddings have no head of their
+        own."""
+        facts = self.model_facts(hf_config)
+        layer = {
+            name.replace("{e}", str(e)): shape
+            for name, shape in self.layer_shapes(facts).items()
+            for e in (range(facts.num_experts) if "{e}" in name else (0,))
+        }
+        tensors: dict[str, Shape] = {EMBED: (facts.vocab_size, facts.hidden_size)}
+        for i in range(facts.num_layers):
+            tensors |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+        tensors[NORM] = (facts.hidden_size,)
+        if not facts.tied_embeddings:
+            tensors[HEAD] = (facts.vocab_size, facts.hidden_size)
+        return tensors
+
+    def trainer_specs(self, hf_config: HfConfig, layout: ParallelLayout, dtype: str) -> list[ShardSpec]:
+        """Canonical tensors in the Megatron GPTModel's parameters, which are named with layer indices local
+        to the pipeline stage. The vocabulary is padded to a multiple of tp (`padded_vocab_size(vocab_size,
+        tp)`).
+
+        Raises ModelError (unsupported model) and ConfigError (the layout can't shard it).
+        """
+        facts = self.model_facts(hf_config)
+        facts.check_trainer(layout)
+        shards = _Shards()
+        per_stage = facts.num_layers // layout.pp
+        for rank in range(layout.world_size):
+            at = layout.coords(rank)
+            position = Position(
+                facts, self._shapes(facts), at.tp, layout.tp, at.ep, layout.ep, at.etp, layout.etp
+            )  # fmt: skip
+            for local in range(per_stage):
+                canonical = f"model.layers.{at.pp * per_stage + local}."
+                shards.add(rank, position, self.trainer_layer, canonical, f"decoder.layers.{local}.")
+            first, last = at.pp == 0, at.pp == layout.pp - 1
+            ends: dict[str, Placement] = {}
+            if first:
+                ends["embedding.word_embeddings.weight"] = split(EMBED, 0, padded_vocab_size)
+            if last:
+                ends["decoder.final_layernorm.weight"] = replicated(NORM)
+                if not facts.tied_embeddings:
+                    ends["output_layer.weight"] = split(HEAD, 0, padded_vocab_size)
+                elif not first:  # Megatron keeps a copy of the tied embedding on the last stage
+                    ends["output_layer.weight"] = split(EMBED, 0, padded_vocab_size)
+            shards.add(rank, position, ends)
+        return shards.specs(self.canonical_tensors(hf_config), dtype)
+
+    def rollout_specs(
+        self, hf_config: HfConfig, tp: int, ranks: Sequence[int], dtype: str, *, expert_parallel: bool = False
+    ) -> list[ShardSpec]:
+        """Canonical tensors in vLLM's parameters before any post-processing. `ranks` are the world ranks of
+        all replicas, `tp` consecutive ones each. With `expert_parallel` the tp ranks hold whole experts, not
+        parts.
+
+        Raises ModelError (unsupported model) and ConfigError (`tp` can't shard it).
+        """
+        facts = self.model_facts(hf_config)
+        facts.check_rollout(tp, expert_parallel=expert_parallel)
+        if len(ranks) % tp:
+            raise ValueError(f"{len(ranks)} rollout ranks are no multiple of tp={tp}")
+        ends: dict[str, Placement] = {EMBED: split(EMBED, 0, _rollout_vocab), NORM: replicated(NORM)}
+        if not facts.tied_embeddings:
+            ends[HEAD] = split(HEAD, 0, _rollout_vocab)
+        shards = _Shards()
+        for i, rank in enumerate(ranks):
+            t = i % tp
+            grid = (t, tp, 0, 1) if expert_parallel else (0, 1, t, tp)
+            position = Position(facts, self._shapes(facts), t, tp, *grid)
+            for layer in range(facts.num_layers):
+                prefix = f"model.layers.{layer}."
+                shards.add(rank, position, self.rollout_layer, prefix, prefix)
+            shards.add(rank, position, ends)
+        return shards.specs(self.canonical_tensors(hf_config), dtype)
+
+    def _shapes(self, facts: ModelFacts) -> dict[str, Shape]:
+        vocab = (facts.vocab_size, facts.hidden_size)
+        return self.layer_shapes(facts) | {EMBED: vocab, HEAD: vocab, NORM: (facts.hidden_size,)}
+
+
+class _Shards:
+    """Collects shards by canonical tensor."""
+
+    def __init__(self) -> None:
+        self._by_tensor: dict[str, list[Shard]] = defaultdict(list)
+        self._placed: dict[tuple[int, int], tuple[Position, list[tuple[str, tuple[Piece, ...]]]]] = {}
+
+    def add(
+        self, rank: int, at: Position, table: Mapping[str, Placement], canonical: str = "", buffer: str = ""
+    ) -> None:
+        """Adds the table's parameters of `rank`; the prefixes complete canonical and parameter names."""
+        key = (id(at), id(table))  # layers of one rank repeat
+        if key not in self._placed:
+            self._placed[key] = (at, [(name, place(at)) for name, place in table.items()])
+        for name, pieces in self._placed[key][1]:
+            for piece in pieces:
+                self._by_tensor[canonical + piece.tensor].append(
+                    Shard(rank, piece.start, piece.stop, buffer + name, piece.offset)
+                )
+
+    def specs(self, shapes: Mapping[str, Shape], dtype: str) -> list[ShardSpec]:
+        return [ShardSpec(name, shape, dtype, tuple(self._by_tensor[name])) for name, shape in shapes.items()]
