@@ -1,0 +1,83 @@
+"""Files that are either whole or absent after a crash, and disks that are full. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from rlhpc.errors import CheckpointError
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # no space, quota, RLIMIT_FSIZE
+
+
+class DiskFullError(CheckpointError):
+    """The file system or a quota has no room. Earlier checkpoints are untouched; training itself can go
+    on."""
+
+
+def fsync(path: Path) -> None:
+    """Flushes a file's data, or a directory's entries, to the device."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def publish_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Has `write` fill a neighbouring `<name>.partial`, then gives it its name: readers see all of it or
+    nothing.
+
+    Raises DiskFullError or CheckpointError; the partial file is then gone.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        write(partial)
+        fsync(partial)
+        os.rename(partial, path)
+        fsync(path.parent)
+    except OSError as error:
+        needed = partial.stat().st_size if partial.exists() else 0
+        partial.unlink(missing_ok=True)
+        raise_write_error(error, path, needed)
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that this user may still write into the directory's file system."""
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize
+
+
+def ensure_space(directory: Path, needed_bytes: int, num_files: int = 1) -> None:
+    """Raises DiskFullError unless the directory's file system has room for so many bytes and files.
+
+    A quota or another writer can still end a save that passed here.
+    """
+    stat = os.statvfs(directory)
+    free = stat.f_bavail * stat.f_frsize
+    if free < needed_bytes:
+        raise DiskFullError(
+            f"{directory} has {_size(free)} free, a checkpoint needs {_size(needed_bytes)}; free some space, "
+            f"lower checkpoint.keep or choose another trainer.default_local_dir"
+        )
+    if stat.f_files and stat.f_favail < num_files:  # file systems without inode limits report 0 files
+        raise DiskFullError(
+            f"{directory} has {stat.f_favail} free inodes, a checkpoint needs {num_files}; delete some files"
+        )
+
+
+def raise_write_error(error: OSError, path: Path, needed_bytes: int) -> NoReturn:
+    """Turns a failed write of `path` into the error that a user can act on."""
+    if error.errno in FULL:
+        raise DiskFullError(
+            f"can't write {path}: {os.strerror(error.errno or 0)}; needed {_size(needed_bytes)}, "
+            f"{_size(free_bytes(path.parent))} free; free some space or raise the quota"
+        ) from error
+    raise CheckpointError(f"can't write {path}: {error}") from error
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes} bytes ({num_bytes / 2**30:.2f} GiB)"

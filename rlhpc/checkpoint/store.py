@@ -1,0 +1,294 @@
+"""The checkpoints of one run: committed by renaming a complete directory, so that a crash leaves the old or
+the new.
+
+    pending = store.begin(step)                                   # driver
+    entries = write_shard(pending.directory, rank, tensors, ...)  # every rank
+    store.commit(pending, entries, state)                         # driver, after all ranks
+
+docs/checkpoint-format.md describes what is on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.checkpoint import durable
+from rlhpc.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointManifest,
+    FileEntry,
+    read_manifest,
+    write_manifest,
+)
+from rlhpc.checkpoint.shards import read_shard, write_shard
+from rlhpc.checkpoint.writer import Writer
+from rlhpc.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CheckpointStore", "PendingCheckpoint", "read_shard", "write_shard"]
+
+OWNER_NAME = "owner.json"
+_STEP = re.compile(r"step-(\d{6,})")
+_TEMPORARY = re.compile(r"tmp-(?:delete-)?step-\d{6,}-(?P<writer>.+\.\d+\.\d+)")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PendingCheckpoint:
+    """A save in progress: the ranks write into `directory`, which nobody reads before it is committed."""
+
+    step: int
+    directory: Path
+
+
+class CheckpointStore:
+    """Checkpoints `root/step-000012` of one run. Making a store touches nothing; the first `begin` or
+    `acquire` makes this process the root's writer, and a process that was the writer before can no longer
+    commit."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+        self._writer = Writer.current()
+
+    # Reading
+
+    def steps(self) -> list[int]:
+        """Committed steps, ascending; a damaged one is among them as long as it has a manifest."""
+        return [step for step in self._step_directories() if (self._directory(step) / MANIFEST_NAME).exists()]
+
+    def load(self, step: int, *, checksums: bool = True) -> CheckpointManifest:
+        """The manifest of a step whose files all verify: sizes and checksums, or sizes alone where reading
+        everything takes too long. Raises CheckpointError naming the file and the reason."""
+        directory = self._directory(step)
+        if not directory.is_dir():
+            known = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(f"no checkpoint of step {step} in {self.root}; committed steps: {known}")
+        manifest = read_manifest(directory)
+        manifest.verify(checksums=checksums)
+        return manifest
+
+    def load_latest(self, *, checksums: bool = True) -> CheckpointManifest | None:
+        """The newest checkpoint that verifies (see `load`), or None when there is none. A newer one that
+        doesn't is logged as a warning with file and reason, and left where it is."""
+        for step in reversed(self._step_directories()):
+            try:
+                return self.load(step, checksums=checksums)
+            except CheckpointError as error:
+                logger.warning("checkpoint of step %d can't be used: %s; trying an older one", step, error)
+        return None
+
+    # Writing
+
+    def acquire(self) -> None:
+        """Makes this process the writer of the root. Raises CheckpointError while another one on this host
+        lives."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        owner = self._owner()
+        if owner == self._writer:
+            return
+        if owner and owner.is_alive():
+            raise CheckpointError(
+                f"{self.root} is being written by process {owner.pid} on {owner.host}; stop that run or "
+                f"choose another run_dir"
+            )
+        text = json.dumps(asdict(self._writer))
+
+        def write(path: Path) -> None:
+            path.write_text(text)
+
+        durable.publish_file(self.root / OWNER_NAME, write)
+
+    def ensure_space(self, num_bytes: int, num_files: int = 1) -> None:
+        """Raises DiskFullError, telling needed and free, unless the root's file system has room for a
+        save."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        durable.ensure_space(self.root, num_bytes, num_files)
+
+    def begin(self, step: int) -> PendingCheckpoint:
+        """Opens a save of `step` and removes what dead writers left. Raises CheckpointError when the step is
+        already committed and complete, or another live process writes here."""
+        self.acquire()
+        self._sweep()
+        if self._directory(step).exists():
+            try:
+                self.load(step, checksums=False)
+            except CheckpointError:
+                pass  # damaged: commit replaces it
+            else:
+                raise CheckpointError(
+                    f"step {step} is already committed in {self.root}; resume from it, or drop it and what "
+                    f"follows with discard_after({step - 1})"
+                )
+        directory = self._temporary(step)
+        if directory.exists():  # an earlier attempt of this very process
+            shutil.rmtree(directory)
+        try:
+            directory.mkdir()
+        except OSError as error:
+            durable.raise_write_error(error, directory, 0)
+        return PendingCheckpoint(step, directory)
+
+    def commit(
+        self,
+        pending: PendingCheckpoint,
+        entries: Iterable[FileEntry],
+        state: Mapping[str, Any],
+        *,
+        policy_version: int | None = None,
+        layout: Mapping[str, Any] | None = None,
+    ) -> CheckpointManifest:
+        """Publishes a save into which every rank has written. `state` and `layout` must be JSON (tuples come
+        back as lists); `policy_version` is the step unless given. Raises CheckpointError and abandons the
+        save when a rank's file is missing, the disk is full or another process has become the writer."""
+        try:
+            manifest = self._complete(pending, tuple(entries), state, policy_version, layout or {})
+            if self._owner() != self._writer:
+                raise CheckpointError(
+                    f"{self.root} now belongs to another run; step {pending.step} is not published"
+                )
+            final = self._directory(pending.step)
+            if final.exists():  # damaged, or begin would have refused
+                self._delete(final)
+            os.rename(pending.directory, final)
+            durable.fsync(self.root)
+        except CheckpointError:
+            self.abandon(pending)
+            raise
+        except OSError as error:
+            self.abandon(pending)
+            durable.raise_write_error(error, self._directory(pending.step), 0)
+        return replace(manifest, directory=final)
+
+    def abandon(self, pending: PendingCheckpoint) -> None:
+        """Removes an uncommitted save, such as one for which a rank ran out of disk. Committed ones are
+        untouched."""
+        shutil.rmtree(pending.directory, ignore_errors=True)
+
+    def save(
+        self,
+        step: int,
+        shards: Sequence[tuple[Mapping[str, torch.Tensor], Mapping[str, object]]],
+        state: Mapping[str, Any],
+        **manifest_fields: Any,
+    ) -> CheckpointManifest:
+        """Begins, writes `shards[rank] = (tensors, scalars)` and commits, all in this process. Raises like
+        each."""
+        num_bytes = sum(tensor.nbytes for tensors, _ in shards for tensor in tensors.values())
+        self.ensure_space(num_bytes, 2 + len(shards))
+        pending = self.begin(step)
+        try:
+            entries = [
+                entry
+                for rank, (tensors, scalars) in enumerate(shards)
+                for entry in write_shard(pending.directory, rank, tensors, scalars)
+            ]
+        except CheckpointError:
+            self.abandon(pending)
+            raise
+        return self.commit(pending, entries, state, **manifest_fields)
+
+    def retain(self, keep: int) -> list[int]:
+        """Deletes all but the newest `keep` complete checkpoints (sizes decide), and damaged ones older than
+        those. Returns the deleted steps."""
+        if keep < 1:
+            raise ValueError(f"keep={keep} would delete the only checkpoint; choose 1 or more")
+        self.acquire()
+        kept = 0
+        deleted = []
+        for step in reversed(self._step_directories()):
+            if kept >= keep:
+                self._delete(self._directory(step))
+                deleted.append(step)
+                continue
+            try:
+                self.load(step, checksums=False)
+            except CheckpointError:
+                continue  # newer than the last complete one: left for a human to look at
+            kept += 1
+        return deleted
+
+    def discard_after(self, step: int) -> list[int]:
+        """Deletes checkpoints newer than `step`: a run that goes on from an older one leaves them behind,
+        and a later restart must not find them. -1 deletes all. Returns the deleted steps."""
+        self.acquire()
+        newer = [other for other in reversed(self._step_directories()) if other > step]
+        for other in newer:  # newest first, so that a crash in between leaves no gap
+            self._delete(self._directory(other))
+        return newer
+
+    def _complete(
+        self,
+        pending: PendingCheckpoint,
+        entries: tuple[FileEntry, ...],
+        state: Mapping[str, Any],
+        policy_version: int | None,
+        layout: Mapping[str, Any],
+    ) -> CheckpointManifest:
+        """Checks that the ranks 0..N-1 wrote what they say and adds the manifest, the last file of a save."""
+        ranks = {entry.rank for entry in entries}
+        if not ranks or ranks != set(range(len(ranks))):
+            missing = sorted(set(range(max(ranks, default=0) + 1)) - ranks)
+            raise CheckpointError(
+                f"step {pending.step}: no files of ranks {missing}; every rank must write its shard"
+            )
+        manifest = CheckpointManifest(
+            directory=pending.directory,
+            step=pending.step,
+            policy_version=pending.step if policy_version is None else policy_version,
+            files=tuple(sorted(entries, key=lambda entry: entry.name)),
+            layout=layout,
+            state=state,
+        )
+        manifest.verify(checksums=False)
+        write_manifest(manifest)
+        return manifest
+
+    def _step_directories(self) -> list[int]:
+        if not self.root.is_dir():
+            return []
+        found = (_STEP.fullmatch(path.name) for path in self.root.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def _directory(self, step: int) -> Path:
+        return self.root / f"step-{step:06d}"
+
+    def _temporary(self, step: int, prefix: str = "") -> Path:
+        return self.root / f"tmp-{prefix}step-{step:06d}-{self._writer}"
+
+    def _owner(self) -> Writer | None:
+        try:
+            return Writer(**json.loads((self.root / OWNER_NAME).read_text()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{self.root / OWNER_NAME} is damaged ({error}); delete it") from error
+
+    def _delete(self, directory: Path) -> None:
+        """Renames first, so that a crash in the middle leaves no half-deleted checkpoint under a committed
+        name."""
+        match = _STEP.fullmatch(directory.name)
+        assert match, directory
+        doomed = self._temporary(int(match[1]), "delete-")
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(directory, doomed)
+        durable.fsync(self.root)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        """Removes temporary directories of writers that are dead."""
+        for path in self.root.iterdir():
+            if (match := _TEMPORARY.fullmatch(path.name)) and not Writer.parse(match["writer"]).is_alive(
+                path
+            ):
+                shutil.rmtree(path, ignore_errors=True)
