@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# A partial solution is its non-empty parts as (cost, node), largest first; a node is an item or a pair of nodes.
+# A partial solution: its non-empty parts as (cost, node), largest first. A node: an item or a pair of nodes.
 _Parts = list[tuple[float, Any]]
 
 
@@ -26,8 +26,8 @@ def partition(
 
     Largest differencing method (Karmarkar and Karp, 1982): the two partial solutions that are least even are
     merged, the largest part of one with the smallest of the other, until one is left. With `equal_size` part
-    sizes differ by at most one (balanced differencing, Yakir 1996): the start is blocks of `num_parts` items of
-    similar cost. Deterministic: equal costs keep the items' order; items ascend within a part.
+    sizes differ by at most one (balanced differencing, Yakir 1996), from blocks of `num_parts` items.
+    Deterministic: equal costs keep the items' order; items ascend within a part.
     """
     assert 1 <= num_parts <= len(costs), f"num_parts={num_parts} of {len(costs)} items"
     costs = np.asarray(costs, dtype=np.float64)

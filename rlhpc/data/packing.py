@@ -1,4 +1,4 @@
-"""Sequences to microbatches without padding, equally many on every data-parallel rank, and values back again."""
+"""Sequences to microbatches without padding, as many on every data-parallel rank, and values back again."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def pack(
     """Distributes sequences over `dp_size` ranks and packs each rank's share into microbatches: [rank][i].
 
     Every rank gets the same number of microbatches, none empty, each of at most `max_tokens` tokens (and
-    `max_sequences` sequences), about as few as the budget allows. Costs are even over all microbatches, since
-    ranks of an expert-parallel group wait for each other in every one; those of one index i are the closest. The
-    cost of a sequence is its tokens, plus tokens**2 / `quadratic_tokens` when given: the length at which
-    attention scores cost as much as the rest. Where the sequences admit no such split a filler microbatch of at
-    most two tokens, without loss and with sequence id -1, takes the free place. Deterministic.
+    `max_sequences` sequences), about as few as the budget allows. Costs are even over all microbatches: the
+    ranks of an expert-parallel group wait for each other in every one; those of one index i are the closest.
+    The cost of a sequence is its tokens, plus tokens**2 / `quadratic_tokens` when given: the length at which
+    attention scores cost as much as the rest. Where the sequences admit no such split a filler microbatch of
+    at most two tokens, without loss and with sequence id -1, takes the free place. Deterministic.
 
     Raises ConfigError when a sequence exceeds the budget or there are fewer sequences than ranks.
     """
@@ -152,7 +152,7 @@ def _filler(sequences: Sequence[TokenSequence]) -> TokenSequence:
 
 
 def _place(bins: list[list[int]], costs: np.ndarray, dp_size: int) -> list[list[list[int]]]:
-    """Bins of similar cost get the same index on all ranks; of these the least loaded rank takes the largest."""
+    """Bins of similar cost share an index over the ranks; the least loaded rank takes the largest of them."""
     bin_costs = [float(costs[members].sum()) for members in bins]
     by_cost = sorted(range(len(bins)), key=lambda b: (-bin_costs[b], bins[b]))
     placed: list[list[list[int]]] = [[] for _ in range(dp_size)]

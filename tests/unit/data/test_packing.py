@@ -27,7 +27,7 @@ def test_two_sequences_in_one_microbatch_by_hand():
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3]
     assert batch.cu_seqlens.tolist() == [0, 3, 7]
     assert batch.prompt_lens.tolist() == [1, 2]
-    # Position 0 predicts 10, 1 predicts 11; 2 would predict another sequence's token. 4 predicts 7, 5 predicts 8.
+    # Position 0 predicts 10, 1 predicts 11; 2 would cross into another sequence; 4 predicts 7, 5 predicts 8.
     assert batch.loss_mask.tolist() == [1, 1, 0, 0, 1, 1, 0]
     assert batch.token_fields["advantage"].tolist() == [2, 3, 0, 0, 0.5, -1, 0]
     assert batch.input_ids.dtype == batch.position_ids.dtype == torch.int64
