@@ -1,0 +1,130 @@
+"""Causal attention over packed sequences, without padding and without a [T, T] mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlhpc.data.types import PackedBatch
+
+try:  # torch >= 2.10
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """One microbatch as the model runs it: sequences sorted by length, so that equal ones lie side by side.
+
+    `order` [T] says which token of the PackedBatch stands at each place; `runs` lists (length, number of sequences);
+    `cos` and `sin` are [T, 1, head_dim], rotary angles by each token's position in its own sequence.
+    """
+
+    input_ids: torch.Tensor | None = None  # [1, T]
+    position_ids: torch.Tensor | None = None  # [1, T]
+    order: torch.Tensor | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, batch: PackedBatch, *, head_dim: int, rope_theta: float, dtype: torch.dtype, multiple: int = 1
+    ) -> PackedSequences:
+        """`multiple`: T is filled up to a multiple of it with one more sequence (sequence parallelism splits T)."""
+        device = batch.input_ids.device
+        bounds = batch.cu_seqlens.tolist()
+        spans = sorted(zip(bounds, bounds[1:], strict=False), key=lambda span: span[1] - span[0])
+        order = torch.cat([torch.arange(start, stop) for start, stop in spans]).to(device)
+        input_ids, position_ids = batch.input_ids[order], batch.position_ids[order]
+        lengths = [stop - start for start, stop in spans]
+        if filler := -len(order) % multiple:
+            input_ids = torch.cat([input_ids, input_ids.new_zeros(filler)])
+            position_ids = torch.cat([position_ids, torch.arange(filler, device=device)])
+            lengths.append(filler)
+        frequency = 1.0 / rope_theta ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+        angles = (position_ids.float()[:, None] * frequency).repeat(1, 2)[:, None]
+        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            order=order,
+            runs=tuple((length, len(list(run))) for length, run in groupby(lengths)),
+            cos=angles.cos().to(dtype),
+            sin=angles.sin().to(dtype),
+        )
+
+
+class PackedAttention(torch.nn.Module):
+    """Megatron's core attention slot: rotary embedding, then causal attention within each sequence.
+
+    Rotary angles are applied here rather than by Megatron, whose packed path loops over sequences in Python.
+    """
+
+    def __init__(self, config: TransformerConfig, **slot: object) -> None:
+        super().__init__()
+        self.scale = config.softmax_scale  # None: 1 / sqrt(head_dim)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        /,
+        *,
+        packed_seq_params: PackedSequences,
+        **slot: object,
+    ) -> torch.Tensor:
+        """query [T, heads, head_dim], key and value [T, kv_heads, head_dim] -> [T, heads * head_dim]."""
+        packed = packed_seq_params
+        query = _rotate(query, packed.cos, packed.sin)
+        key = _rotate(key, packed.cos, packed.sin)
+        if query.is_cuda and varlen_attn is not None and query.dtype != torch.float32:
+            return self._varlen(query, key, value, packed)
+        return self._by_length(query, key, value, packed)
+
+    def _varlen(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        if query.shape[1] != key.shape[1]:  # torch 2.10 and 2.11 have no grouped queries here
+            repeat = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
+        cu_seqlens, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+        output = varlen_attn(
+            query, key, value.contiguous(), cu_seqlens, cu_seqlens, longest, longest,
+            scale=self.scale, window_size=(-1, 0),
+        )  # fmt: skip
+        return output.flatten(1)
+
+    def _by_length(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        sizes = [length * count for length, count in packed.runs]
+        outputs = []
+        for (length, count), *qkv in zip(
+            packed.runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+        ):
+            q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in qkv)
+            output = scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            outputs.append(output.transpose(1, 2).reshape(count * length, -1))
+        return torch.cat(outputs)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of the half-split kind (arXiv 2104.09864, as Llama and Qwen store their weights)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,121 @@
+"""Lets megatron-core 0.16.1 run where there is no CUDA device.
+
+Nothing global is patched: torch itself stays as it is for every other user in the process (vLLM in particular), no
+torch operation gets slower, and on a CUDA machine `install` does nothing. Megatron's own modules get
+
+* `torch`: a copy of the torch namespace whose `cuda` answers for the CPU and whose factories take device="cuda" for
+  "cpu" (clip_grads.py, optimizer.py, schedules.py, mappings.py and others name the device literally);
+* the two functions of tensor_parallel/random.py that reach for CUDA generators, on the CPU generator;
+* `maybe_move_tensor_to_cpu`, which the token dispatcher relies on for numpy split sizes, for tensors already there;
+* `te_general_gemm`, undefined in moe_utils.py of 0.16.1 without Transformer Engine although read by the router.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+class _Stream:
+    """A stream or an event of a device that runs everything in program order."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self, event: object = None) -> _Stream:
+        return self
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs and "cuda" in str(kwargs["device"]):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _cpu_torch() -> types.ModuleType:
+    stream = _Stream()
+    cuda = types.ModuleType("torch.cuda")
+    cuda.__dict__.update(torch.cuda.__dict__)
+    cuda.__dict__.update(
+        Stream=_Stream,
+        Event=_Stream,
+        stream=lambda stream: contextlib.nullcontext(),
+        current_stream=lambda *args: stream,
+        default_stream=lambda *args: stream,
+        current_device=lambda: torch.device("cpu"),
+        synchronize=lambda *args: None,
+        empty_cache=lambda: None,
+        manual_seed=lambda seed: torch.manual_seed(seed),
+        get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        set_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
+    )
+    namespace = types.ModuleType("torch")
+    namespace.__dict__.update(torch.__dict__)
+    namespace.__dict__.update({name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}, cuda=cuda)
+    namespace.__getattr__ = functools.partial(getattr, torch)  # type: ignore[method-assign]  # lazily loaded names
+    return namespace
+
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
+
+
+def install() -> None:
+    """Prepares the Megatron modules imported so far. Call after importing them; calling again is harmless."""
+    if torch.cuda.is_available():
+        return
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    namespace = _cpu_torch()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
+            module.torch = namespace
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    moe_utils.__dict__.setdefault("te_general_gemm", None)
+    for user in (moe_utils, token_dispatcher):
+        user.maybe_move_tensor_to_cpu = _maybe_numpy
+
+
+def _maybe_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+@contextlib.contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """While open, `Tensor.type()` names CPU tensors like CUDA's: the distributed optimizer sorts parameters into its
+    groups by comparing with "torch.cuda.FloatTensor". Needed only while it is built."""
+    if torch.cuda.is_available():
+        yield
+        return
+    original = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = original(self, *args, **kwargs)
+        return name.replace("torch.", "torch.cuda.") if isinstance(name, str) else name
+
+    with mock.patch.object(torch.Tensor, "type", type_name):
+        yield

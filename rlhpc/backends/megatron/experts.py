@@ -1,0 +1,96 @@
+"""Mixture-of-experts parts: the router and local experts kept as two packed parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from torch.nn.functional import silu
+
+from rlhpc.layout.parallel import ParallelLayout
+
+
+class Router(TopKRouter):
+    """Megatron's top-k router without its expert bias, whose (unused) update is wrapped in torch.compile."""
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None: ...
+
+
+class PackedExperts(torch.nn.Module):
+    """SwiGLU experts of this rank.
+
+    `w13` [local_experts, 2 * I / etp, H] holds the gate rows, then the up rows; `w2` is [local_experts, H, I / etp]:
+    the layout of vLLM's fused experts, so that publishing them is a copy of whole blocks.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__()
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        shape = {"dtype": config.params_dtype, "device": "cpu"}
+        self.w13 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * width, config.hidden_size, **shape))
+        self.w2 = torch.nn.Parameter(torch.empty(num_local_experts, config.hidden_size, width, **shape))
+        # Routed tokens since `tokens_per_expert` was last cleared, for the balance metrics.
+        self.register_buffer("load", torch.zeros(num_local_experts, dtype=torch.int64), persistent=False)
+        for parameter, dim in ((self.w13, 1), (self.w2, 2)):
+            # Reduced over the expert-data-parallel group, which differs from the dense one as soon as EP, ETP or TP
+            # are more than one; and never a tensor-parallel duplicate when the gradient norm is taken.
+            parameter.allreduce = False
+            set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+
+    def forward(
+        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """tokens [N, H] sorted by expert, tokens_per_expert [local_experts], probs [N] -> [N, H], no bias."""
+        if torch.is_grad_enabled():  # recomputation runs the first forward without gradients
+            self.load += tokens_per_expert.to(self.load.device, torch.int64)
+        if tokens.is_cuda:
+            return self._grouped(tokens, tokens_per_expert, probs), None
+        return self._one_by_one(tokens, tokens_per_expert, probs), None
+
+    def _one_by_one(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        counts = tokens_per_expert.tolist()
+        blocks = zip(
+            tokens.split(counts), probs[:, None].split(counts), self.w13.unbind(), self.w2.unbind(), strict=True
+        )
+        return torch.cat([_swiglu(x @ w13.t(), p) @ w2.t() for x, p, w13, w2 in blocks])
+
+    def _grouped(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        if tokens.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
+            return self._one_by_one(tokens, tokens_per_expert, probs)
+        ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
+        hidden = torch._grouped_mm(tokens, self.w13.transpose(1, 2), offs=ends)
+        return torch._grouped_mm(_swiglu(hidden, probs[:, None]), self.w2.transpose(1, 2), offs=ends)
+
+
+def _swiglu(hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up * routing weight. The weight stands before the linear down projection, as in Megatron."""
+    gate, up = hidden.chunk(2, dim=-1)
+    return (silu(gate) * up * probs).to(hidden.dtype)
+
+
+def expert_balance(
+    layers: Iterable[torch.nn.Module], num_layers: int, layout: ParallelLayout, device: torch.device
+) -> dict[str, float]:
+    """How far the busiest expert is above the mean load since the last call: (max - mean) / mean per layer (MaxVio,
+    arXiv 2408.15664 section 4.1), its maximum and mean over layers. Collective over the world."""
+    ep_rank = parallel_state.get_expert_model_parallel_rank()
+    loads = None
+    for layer in layers:
+        experts = layer.mlp.experts
+        if loads is None:
+            loads = torch.zeros(num_layers, layout.ep, len(experts.load), dtype=torch.float64, device=device)
+        loads[layer.layer_number - 1, ep_rank] = experts.load
+        experts.load.zero_()
+    assert loads is not None
+    dist.all_reduce(loads)
+    loads = loads.flatten(1)
+    violation = loads.amax(1) / loads.mean(1).clamp(min=1) - 1
+    return {"actor/moe/max_vio": float(violation.max()), "actor/moe/avg_vio": float(violation.mean())}

@@ -1,0 +1,176 @@
+"""The policy as a Megatron-core GPTModel with rlhpc's attention, experts and norm in its layer spec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences
+from rlhpc.backends.megatron.experts import PackedExperts, Router
+from rlhpc.backends.megatron.logprobs import VocabParallelLogprobs
+from rlhpc.backends.megatron.norm import RMSNorm
+from rlhpc.data.types import PackedBatch
+from rlhpc.layout.parallel import ParallelLayout
+from rlhpc.reshard.families import ModelFacts, padded_vocab_size
+
+
+def transformer_config(
+    facts: ModelFacts, layout: ParallelLayout, dtype: torch.dtype, *, recompute: bool
+) -> TransformerConfig:
+    """What Megatron needs of `facts`. Losses carry their global normaliser, so gradients are plain sums over
+    microbatches and data-parallel ranks: calculate_per_token_loss without a token count does just that."""
+    return TransformerConfig(
+        num_layers=facts.num_layers,
+        hidden_size=facts.hidden_size,
+        num_attention_heads=facts.num_heads,
+        num_query_groups=facts.num_kv_heads,
+        kv_channels=facts.head_dim,
+        ffn_hidden_size=facts.intermediate_size or facts.moe_intermediate_size,
+        num_moe_experts=facts.num_experts,
+        moe_ffn_hidden_size=facts.moe_intermediate_size,
+        moe_router_topk=facts.experts_per_token,
+        # softmax over the chosen logits equals softmax over all, then top-k, then renormalisation
+        moe_router_pre_softmax=not facts.norm_topk_prob or facts.experts_per_token == 1,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        layernorm_epsilon=facts.norm_eps,
+        qk_layernorm=facts.qk_norm,
+        normalization="RMSNorm",
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=True,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=layout.tp > 1,
+        calculate_per_token_loss=True,
+        perform_initialization=False,  # weights are always loaded
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+    )
+
+
+def _layer_spec(qk_norm: bool) -> ModuleSpec:
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=PackedAttention,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=RMSNorm if qk_norm else IdentityOp,
+                    k_layernorm=RMSNorm if qk_norm else IdentityOp,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MoELayer,
+                submodules=MoESubmodules(experts=ModuleSpec(module=PackedExperts), router=Router),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+class PolicyModel(GPTModel):
+    """This pipeline stage of the decoder. Its parameters carry the names of reshard.families' trainer specs.
+
+    The last stage returns final hidden states instead of logits: `logprobs` needs those of predicting positions only.
+    """
+
+    def __init__(self, config: TransformerConfig, facts: ModelFacts) -> None:
+        self.facts = facts
+        tp = config.tensor_model_parallel_size
+        layers = facts.num_layers // config.pipeline_model_parallel_size
+        super().__init__(
+            config,
+            TransformerBlockSubmodules(layer_specs=[_layer_spec(facts.qk_norm)] * layers, layer_norm=RMSNorm),
+            vocab_size=padded_vocab_size(facts.vocab_size, tp),
+            max_sequence_length=facts.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="none",  # PackedAttention applies rotary angles
+            share_embeddings_and_output_weights=facts.tied_embeddings,
+        )
+
+    def pack(self, batch: PackedBatch) -> PackedSequences:
+        return PackedSequences.of(
+            batch,
+            head_dim=self.facts.head_dim,
+            rope_theta=self.facts.rope_theta,
+            dtype=self.config.params_dtype,
+            multiple=self.config.tensor_model_parallel_size,
+        )
+
+    def forward(self, packed: PackedSequences) -> torch.Tensor:
+        """Hidden states [T / tp, 1, H] for the next stage, or the last stage's final ones, in `packed.order`."""
+        return super().forward(packed.input_ids, packed.position_ids, None, packed_seq_params=packed)
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+    def logprobs(
+        self, hidden: torch.Tensor, batch: PackedBatch, packed: PackedSequences, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs, entropies) float32 [T], aligned with `batch`: entry t speaks of input_ids[t + 1]; 0 where
+        loss_mask is 0. `hidden` is the last stage's output."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        place = torch.empty_like(packed.order)
+        place[packed.order] = torch.arange(len(packed.order), device=place.device)
+        predicting = batch.loss_mask.nonzero()[:, 0]
+        group = parallel_state.get_tensor_model_parallel_group()
+        weight = self.shared_embedding_or_output_weight() if self.facts.tied_embeddings else self.output_layer.weight
+        start = len(weight) * group.rank()
+        rows = max(0, min(len(weight), self.facts.vocab_size - start))
+        values = VocabParallelLogprobs.apply(
+            hidden[:, 0].index_select(0, place[predicting]),
+            weight[:rows],
+            batch.input_ids[predicting + 1],
+            start,
+            temperature,
+            group,
+        )
+        zeros = torch.zeros(batch.num_tokens, dtype=torch.float32, device=hidden.device)
+        logprobs, entropies = (zeros.index_copy(0, predicting, value) for value in values)
+        return logprobs, entropies
+
