@@ -1,0 +1,273 @@
+"""The rollout engine: vLLM inside the rank's own process, its weights always those that were published."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhpc.backends.vllm import private
+from rlhpc.backends.vllm.rng import isolated_rng
+from rlhpc.backends.vllm.sampling import (
+    Prompts,
+    check_prompts,
+    completions,
+    eos_token_ids,
+    request_params,
+    token_digest,
+)
+from rlhpc.backends.vllm.shm import cleanup_shm
+from rlhpc.config.schema import RunConfig
+from rlhpc.data.types import Completion
+from rlhpc.errors import ConfigError, EngineError
+from rlhpc.layout.spec import ShardSpec
+from rlhpc.reshard.families import family_for
+from rlhpc.train.protocols import SamplingSpec
+
+logger = logging.getLogger(__name__)
+
+
+def engine_arguments(cfg: RunConfig, model_dir: Path, device: str) -> dict[str, Any]:
+    """What `vllm.LLM` is created with. Random ("dummy") weights stand until the first publish."""
+    rollout = cfg.actor_rollout_ref.rollout
+    arguments: dict[str, Any] = {
+        "model": str(model_dir),
+        "load_format": "dummy",
+        "skip_tokenizer_init": not rollout.stop,  # only stop strings need text
+        "trust_remote_code": cfg.actor_rollout_ref.model.trust_remote_code,
+        "dtype": cfg.actor_rollout_ref.model.dtype,
+        "seed": cfg.seed % 2**32,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+    }
+    if device == "cuda":
+        return arguments | {
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "enforce_eager": rollout.enforce_eager,
+            "enable_sleep_mode": rollout.free_cache_engine,
+            "moe_backend": "triton",  # others reorder the experts' weights, which a publish writes in place
+        }
+    return arguments | {
+        "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gib * 2**30),
+        "enforce_eager": True,
+    }
+
+
+class VllmEngine:
+    """One rank of a vLLM replica (implements `rlhpc.train.protocols.RolloutEngine`).
+
+    Replicas are groups of `rollout.tensor_model_parallel_size` consecutive ranks of the running
+    torch.distributed world. `generate` and `close` are collective within a replica, constructing in the whole world.
+    `ident` begins the names of the engine's shared memory; it must be this job's own on the node.
+
+    Raises ConfigError (sizes that don't fit), ModelError (unsupported model), EngineError (unsupported vLLM).
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        hf_config: dict[str, Any],
+        model_dir: Path,
+        device: str,
+        rank: int,
+        world_size: int,
+        ident: str,
+    ) -> None:
+        private.check_version()
+        rollout, model = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.model
+        tp = rollout.tensor_model_parallel_size
+        sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        if tp not in sizes:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp} must divide the {world_size} "
+                f"ranks; choose {', '.join(str(size) for size in sizes)}"
+            )
+        family = family_for(hf_config)
+        self._specs = family.rollout_specs(hf_config, tp, range(world_size), model.dtype)
+        self._vocab_size = family.model_facts(hf_config).vocab_size
+        self._eos = eos_token_ids(Path(model_dir), hf_config)
+        self._device, self._rank, self._tp, self._ident = device, rank, tp, ident
+        self._num_replicas = world_size // tp
+        arguments = engine_arguments(cfg, Path(model_dir), device)
+        self._max_model_len: int = arguments["max_model_len"]
+        self._has_tokenizer = not arguments["skip_tokenizer_init"]
+        self._can_sleep = device == "cuda" and rollout.free_cache_engine
+        self._asleep: set[str] = set()
+        self._fresh: torch.nn.Module | None = None
+        self._llm = self._launch(arguments, cfg.seed)
+        self._check_parameters()
+
+    def _launch(self, arguments: dict[str, Any], seed: int) -> private.LLM:
+        cleanup_shm(self._ident)
+        dist.barrier()  # nobody creates a segment before everybody has removed the old ones
+        with isolated_rng(seed, self._device), private.launching(self._ident), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            llm = private.LLM(**arguments)
+        dist.barrier()  # everybody has attached: from here a segment needs no name, and no kill can leave one
+        cleanup_shm(self._ident)
+        return llm
+
+    @property
+    def replica_rank(self) -> int:
+        return self._rank // self._tp
+
+    @property
+    def num_replicas(self) -> int:
+        return self._num_replicas
+
+    def generate(
+        self, prompts: Prompts, sampling: SamplingSpec, *, seed: int
+    ) -> tuple[list[Completion], int]:
+        """Samples n completions of each (prompt_id, token_ids); prompt-major, then by sample index.
+
+        A completion depends on the weights, its prompt, the sampling and `seed` alone: the request's seed is
+        hash64(seed, prompt_id, sample_idx), and no cache outlives a call.
+        Raises EngineError, on all ranks of the replica, for prompts that don't fit and when ranks disagree.
+        """
+        if self._asleep:
+            raise EngineError(f"generate while {sorted(self._asleep)} sleep; call wake first")
+        if sampling.stop and not self._has_tokenizer:
+            raise EngineError(
+                f"stop={list(sampling.stop)} needs the tokenizer; set actor_rollout_ref.rollout.stop as well"
+            )
+        check_prompts(prompts, sampling, self._max_model_len, self._vocab_size)
+        params = request_params(prompts, sampling, self._eos, seed)
+        requests = [
+            {"prompt_token_ids": tokens}
+            for tokens in ([int(token) for token in token_ids] for _, token_ids in prompts)
+            for _ in range(sampling.n)
+        ]
+        self._llm.reset_prefix_cache()
+        with isolated_rng(seed, self._device), self._compiler():
+            outputs = self._llm.generate(requests, params, use_tqdm=False)
+        answers = completions(outputs, prompts, sampling.n)
+        digest = token_digest(answers)
+        require_agreement(digest, private.tensor_parallel_group())
+        return answers, digest
+
+    def _compiler(self) -> AbstractContextManager[Any]:
+        """On CPU vLLM compiles a few small functions even when eager: 7 to 25 s of a start, for nothing."""
+        return nullcontext() if self._device == "cuda" else torch.compiler.set_stance("force_eager")
+
+    def sink_specs(self) -> Sequence[ShardSpec]:
+        return self._specs
+
+    def begin_publish(self) -> Mapping[str, torch.Tensor]:
+        """This rank's parameters by vLLM's names, in the layout of `sink_specs`; padding is zero."""
+        if "weights" in self._asleep:
+            raise EngineError("begin_publish while the weights sleep; call wake('weights') first")
+        if self._device != "cuda":
+            self._fresh = private.build_model(self._llm)
+        model = self._fresh or private.running_model(self._llm)
+        buffers = {name: parameter.data for name, parameter in model.named_parameters()}
+        for name, numel in self._written_elements().items():
+            if buffers[name].numel() > numel:
+                buffers[name].zero_()
+        return buffers
+
+    def end_publish(self, policy_version: int) -> None:
+        """Makes the written weights the ones that generate; prefixes computed with the old are dropped."""
+        if self._fresh is not None:
+            with self._compiler():
+                private.adopt(self._llm, self._fresh)
+            self._fresh = None
+        self._llm.reset_prefix_cache()
+        logger.debug("policy version %d published", policy_version)
+
+    def _written_elements(self) -> dict[str, int]:
+        """Elements of each of this rank's buffers that a publish writes."""
+        written: dict[str, int] = defaultdict(int)
+        for spec in self._specs:
+            for shard in spec.shards:
+                if shard.rank == self._rank:
+                    written[shard.buffer] += prod(b - a for a, b in zip(shard.start, shard.stop, strict=True))
+        return dict(written)
+
+    def _check_parameters(self) -> None:
+        """The specs and the real model must name the same parameters, each large enough for its shards."""
+        model = private.running_model(self._llm) if self._device == "cuda" else private.build_model(self._llm)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        written = self._written_elements()
+        if written.keys() != shapes.keys():
+            missing, unknown = sorted(written.keys() - shapes.keys()), sorted(shapes.keys() - written.keys())
+            raise EngineError(
+                f"vllm {private.vllm.__version__} and the family's rollout layout name different parameters: "
+                f"only in the layout {missing[:4]}, only in vLLM {unknown[:4]}"
+            )
+        for spec in self._specs:
+            for shard in spec.shards:
+                extents = (1,) * (len(shard.offset) - len(shard.start)) + tuple(
+                    b - a for a, b in zip(shard.start, shard.stop, strict=True)
+                )
+                ends = tuple(o + e for o, e in zip(shard.offset, extents, strict=True))
+                shape = shapes[shard.buffer]
+                if shard.rank == self._rank and (
+                    len(ends) != len(shape) or any(e > s for e, s in zip(ends, shape, strict=True))
+                ):
+                    raise EngineError(
+                        f"vLLM's parameter {shard.buffer} has shape {shape}; {spec.name} ends at {ends} in it"
+                    )
+
+    def sleep(self) -> None:
+        """Frees the device memory of weights and KV cache (vLLM's level 2); on CPU, which can't, does nothing."""
+        if not self._can_sleep:
+            _say_once_that_it_stays_awake(self._device)
+        elif not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = {"weights", "kv_cache"}
+
+    def wake(self, what: str) -> None:
+        """Takes memory again, contents undefined: `what` is "weights" (publish next) or "kv_cache"."""
+        if what not in ("weights", "kv_cache"):
+            raise ValueError(f"what={what!r}; choose 'weights' or 'kv_cache'")
+        if what in self._asleep:
+            self._llm.wake_up(tags=[what])
+            self._asleep.discard(what)
+
+    def close(self) -> None:
+        """Ends the engine and removes its shared memory; the torch.distributed world stays. Safe to repeat."""
+        if hasattr(self, "_llm"):
+            private.shut_down(self._llm)
+            del self._llm
+            self._fresh = None
+            gc.collect()
+        cleanup_shm(self._ident)
+
+
+def require_agreement(digest: int, group: dist.ProcessGroup) -> None:
+    """Raises EngineError on every rank of `group` unless all hold the same digest."""
+    mine = torch.tensor([digest], dtype=torch.int64)
+    digests = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, mine, group=group)
+    values = [int(value) for value in digests]
+    if len(set(values)) > 1:
+        raise EngineError(
+            "the tensor-parallel ranks of a replica sampled different tokens, digests "
+            f"{', '.join(f'{value:016x}' for value in values)}: every rank must generate with the "
+            "same prompts, sampling, seed and weights"
+        )
+
+
+_said_awake: list[str] = []
+
+
+def _say_once_that_it_stays_awake(device: str) -> None:
+    if device not in _said_awake:
+        _said_awake.append(device)
+        reason = "vLLM has no sleep mode on CPU" if device != "cuda" else "rollout.free_cache_engine is off"
+        logger.info("the rollout engine keeps its memory between rollouts: %s", reason)

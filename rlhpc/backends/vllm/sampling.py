@@ -1,0 +1,102 @@
+"""Between rlhpc's prompts and completions and vLLM's requests and outputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from vllm import RequestOutput, SamplingParams
+
+from rlhpc.backends.vllm.rng import hash64
+from rlhpc.data.types import Completion
+from rlhpc.errors import EngineError, ModelError
+from rlhpc.train.protocols import SamplingSpec
+
+Prompts = Sequence[tuple[int, Sequence[int]]]
+
+
+def eos_token_ids(model_dir: Path, hf_config: Mapping[str, Any]) -> list[int]:
+    """The tokens that end an answer: generation_config.json's `eos_token_id`, else config.json's.
+
+    Raises ModelError when neither names one.
+    """
+    path = model_dir / "generation_config.json"
+    generation = json.loads(path.read_text()) if path.exists() else {}
+    for config in (generation, hf_config):
+        eos = config.get("eos_token_id")
+        if eos is not None:
+            return sorted(eos) if isinstance(eos, list) else [int(eos)]
+    raise ModelError(
+        f"{model_dir}: neither generation_config.json nor config.json has an eos_token_id; add one"
+    )
+
+
+def check_prompts(prompts: Prompts, sampling: SamplingSpec, max_model_len: int, vocab_size: int) -> None:
+    """Raises EngineError naming the first prompt that the engine can't answer in full."""
+    allowed = max_model_len - sampling.max_response_length
+    for prompt_id, token_ids in prompts:
+        if not 0 < len(token_ids) <= allowed:
+            raise EngineError(
+                f"prompt {prompt_id} has {len(token_ids)} tokens; with max_response_length="
+                f"{sampling.max_response_length} and max_model_len={max_model_len} it may have 1 to "
+                f"{allowed}; filter longer prompts or raise actor_rollout_ref.rollout.max_model_len"
+            )
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= vocab_size:
+            raise EngineError(
+                f"prompt {prompt_id} has token {low if low < 0 else high}; the model's vocabulary is 0 to "
+                f"{vocab_size - 1}: tokenizer and model don't belong together"
+            )
+
+
+def request_params(
+    prompts: Prompts, sampling: SamplingSpec, stop_token_ids: list[int], seed: int
+) -> list[SamplingParams]:
+    """One request per sample, prompt-major, each with a seed of its own.
+
+    vLLM gives the children of `n > 1` the seeds seed, seed + 1, ..., which collide between prompts.
+    """
+    common: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_response_length,
+        "stop_token_ids": [] if sampling.ignore_eos else stop_token_ids,
+        "stop": list(sampling.stop),
+        "ignore_eos": sampling.ignore_eos,
+        "detokenize": bool(sampling.stop),
+        "logprobs": 0,  # the sampled token's alone
+        "flat_logprobs": True,
+    }
+    return [
+        SamplingParams(seed=hash64(seed, prompt_id, sample), **common)
+        for prompt_id, _ in prompts
+        for sample in range(sampling.n)
+    ]
+
+
+def completions(outputs: Sequence[RequestOutput], prompts: Prompts, n: int) -> list[Completion]:
+    """vLLM's outputs, which it returns in the order of the requests."""
+    keys = [(prompt_id, sample) for prompt_id, _ in prompts for sample in range(n)]
+    result = []
+    for (prompt_id, sample), output in zip(keys, outputs, strict=True):
+        answer = output.outputs[0]
+        tokens = np.asarray(answer.token_ids, dtype=np.int32)
+        logprobs = np.asarray(answer.logprobs.logprobs, dtype=np.float32)
+        if len(tokens) != len(logprobs):
+            raise EngineError(f"prompt {prompt_id}: {len(tokens)} tokens came with {len(logprobs)} logprobs")
+        result.append(Completion(prompt_id, sample, tokens, logprobs, answer.finish_reason or "abort"))
+    return result
+
+
+def token_digest(answers: Sequence[Completion]) -> int:
+    """63 bits of xxh3 over who was asked and every token of the answers."""
+    digest = xxhash.xxh3_64()
+    for answer in answers:
+        digest.update(np.array([answer.prompt_id, answer.sample_idx, len(answer.token_ids)], "<i8").tobytes())
+        digest.update(answer.token_ids.astype("<i4").tobytes())
+    return digest.intdigest() & ((1 << 63) - 1)
