@@ -24,9 +24,7 @@ def local_ray(cluster: ClusterConfig, *, num_ranks: int, num_gpus: int) -> Itera
     os.environ[TOKEN_VARIABLE] = session.token  # inherited by Ray's daemons and, through them, by the ranks
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = (
-        "1"  # vLLM's peer-to-peer check needs to see its peers
-    )
+    os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"  # vLLM's peer-to-peer check needs to see its peers
     try:
         ray.init(
             address="local",

@@ -75,9 +75,9 @@ def open_session(temp_root: str) -> Session:
             clean(Session(directory.name, directory))
     token = secrets.token_hex(4)
     session = Session(token, root / token)
-    if len(os.fsencode(session.directory)) > MAX_RAY_DIR_BYTES:
+    if (length := len(os.fsencode(session.directory))) > MAX_RAY_DIR_BYTES:
         raise ValueError(
-            f"cluster.ray_temp_root={temp_root!r} gives {session.directory}, {len(os.fsencode(session.directory))} bytes; "
+            f"cluster.ray_temp_root={temp_root!r} gives {session.directory}, {length} bytes; "
             f"Ray's sockets allow {MAX_RAY_DIR_BYTES}. Use a shorter node-local directory such as /tmp"
         )
     session.directory.mkdir(mode=0o700)

@@ -59,9 +59,12 @@ class Run:
             name.startswith("val-core/") for name in state.record
         ):
             return state
-        metrics = self.validation.evaluate(
-            self.ranks, state.step, lambda done: self.reporter.progress(state.step, "testing", done)
+        metrics, samples = self.validation.evaluate(
+            self.ranks,
+            state.step,
+            lambda fraction: self.reporter.progress(state.step, "testing", fraction),
         )
+        self.reporter.generations(state.step, samples)
         return replace(state, record=state.record | metrics)
 
     @contextmanager
@@ -81,9 +84,9 @@ class Run:
         """n completions per prompt, watching the stop flag between chunks."""
         rollout = self.cfg.actor_rollout_ref.rollout
 
-        def between_chunks(done: int) -> None:
+        def between_chunks(fraction: float) -> None:
             self.stop.check()
-            self.reporter.progress(step, "gen", done / len(prompts))
+            self.reporter.progress(step, "gen", fraction)
 
         return self.ranks.generate(
             prompts,

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from rlhpc.checkpoint.store import CheckpointManifest, CheckpointStore
+from rlhpc.checkpoint.manifest import CheckpointManifest
+from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.data.packing import TokenSequence
-from rlhpc.errors import CheckpointError
+from rlhpc.errors import CheckpointError, RlhpcError
 
 if TYPE_CHECKING:
     from rlhpc.train.context import Run
@@ -51,17 +52,30 @@ def _chosen_manifest(run: Run) -> CheckpointManifest | None:
         return None
     latest = run.store.load_latest()
     if latest is None and trainer.resume_mode == "resume_path":
-        source = Path(str(trainer.resume_from_path))
-        latest = CheckpointStore(source.parent).load(source)
+        latest = _load_from(Path(str(trainer.resume_from_path)))
     return latest
 
 
+def _load_from(directory: Path) -> CheckpointManifest:
+    name = directory.name
+    if not name.removeprefix("step-").isdecimal():
+        raise CheckpointError(
+            f"trainer.resume_from_path={directory} is no checkpoint; give a committed step-NNNNNN directory"
+        )
+    return CheckpointStore(directory.parent).load(int(name.removeprefix("step-")))
+
+
 def save(run: Run, state: TrainState) -> None:
-    """Commits the state and the ranks' tensors as one checkpoint, then retires old ones."""
+    """Commits the state and the ranks' tensors as one checkpoint, then retires old ones. A save that fails leaves
+    the earlier checkpoints as they are."""
     if state.step in run.store.steps():
         return
     pending = run.store.begin(state.step)
-    entries = run.ranks.save(pending.directory)
+    try:
+        entries = run.ranks.save(pending.directory)
+    except RlhpcError:
+        run.store.abandon(pending)
+        raise
     run.store.commit(pending, entries, {"train": asdict(state), "wandb": run.reporter.wandb_id})
     run.store.retain(run.cfg.checkpoint.keep)
 

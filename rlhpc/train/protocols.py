@@ -75,9 +75,7 @@ class Trainer(WeightSource, Protocol):
     @property
     def data_parallel_size(self) -> int: ...
 
-    def logprobs(
-        self, batches: Sequence[PackedBatch], *, temperature: float, model: str
-    ) -> list[torch.Tensor]:
+    def logprobs(self, batches: Sequence[PackedBatch], *, temperature: float, model: str) -> list[torch.Tensor]:
         """Per-token logprobs float32 [T] per batch (0 where loss_mask is 0). `model` is "policy" or "reference"."""
         ...
 

@@ -1,4 +1,4 @@
-"""The driver's view of all ranks: data goes out balanced over data-parallel ranks and replicas, results come back in order."""
+"""The driver's view of all ranks: data goes out balanced over ranks and replicas, results come back in order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ class Caller(Protocol):
 
     world_size: int
 
-    def call(
-        self, method: str, per_rank: Sequence[tuple[Any, ...]] | None = None, **common: Any
-    ) -> list[Any]: ...
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]] | None = None, **common: Any) -> list[Any]: ...
 
 
 class Ranks:
@@ -42,19 +40,20 @@ class Ranks:
         *,
         seed: int,
         chunk_prompts: int,
-        between_chunks: Callable[[int], None],
+        between_chunks: Callable[[float], None],
     ) -> list[Completion]:
-        """n completions per prompt, prompt-major. `between_chunks(done)` may raise to stop; 0 chunks: all at once."""
+        """n completions per prompt, prompt-major. `between_chunks(fraction done)` may raise to stop. `chunk_prompts` 0:
+        all at once."""
         size = chunk_prompts or len(prompts)
         completions: list[Completion] = []
         for begin in range(0, len(prompts), size):
-            between_chunks(begin)
+            between_chunks(begin / len(prompts))
             chunk = [(prompt.prompt_id, prompt.token_ids) for prompt in prompts[begin : begin + size]]
             bounds = np.linspace(0, len(chunk), self.num_replicas + 1).astype(int)
             shares = [chunk[bounds[r] : bounds[r + 1]] for r in range(self.num_replicas)]
             results = self._caller.call("generate", [(shares[r], sampling, seed) for r in self._replicas])
             completions += [completion for result in results for completion in result]
-        between_chunks(len(prompts))
+        between_chunks(1.0)
         return completions
 
     def begin_update(self) -> None:
@@ -70,9 +69,7 @@ class Ranks:
         max_sequences: int | None,
     ) -> list[np.ndarray]:
         """float32 [R] per sequence, of its response tokens. `sequence_id`s must be 0..len-1."""
-        shares = pack(
-            sequences, dp_size=self.data_parallel_size, max_tokens=max_tokens, max_sequences=max_sequences
-        )
+        shares = pack(sequences, dp_size=self.data_parallel_size, max_tokens=max_tokens, max_sequences=max_sequences)
         results = self._caller.call("logprobs", [(shares[d], temperature, model) for d in self._dp_ranks])
         found: dict[int, np.ndarray] = {}
         for dp_rank, values in zip(self._dp_ranks, results, strict=True):
@@ -102,9 +99,7 @@ class Ranks:
 
     def publish(self, policy_version: int) -> float:
         """Weights to the engine; returns the bytes that crossed ranks."""
-        return float(
-            sum(r["received_bytes"] for r in self._caller.call("publish", policy_version=policy_version))
-        )
+        return float(sum(r["received_bytes"] for r in self._caller.call("publish", policy_version=policy_version)))
 
     def save(self, directory: Path) -> list[Any]:
         return [entry for entries in self._caller.call("save", directory=str(directory)) for entry in entries]

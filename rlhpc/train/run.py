@@ -16,7 +16,7 @@ from rlhpc.cluster.stop import StopFlag
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.cursor import PromptCursor
 from rlhpc.data.dataset import load_prompts
-from rlhpc.errors import ConfigError, DataError, ModelError
+from rlhpc.errors import ConfigError, ModelError
 from rlhpc.metrics.reporter import Reporter
 from rlhpc.rewards import RewardPool
 from rlhpc.train.context import Run
@@ -44,7 +44,7 @@ def run(cfg: RunConfig) -> int:
         dataset = load_prompts(cfg.data.train_files, tokenizer, cfg.data)
         held_out = load_prompts(cfg.data.val_files, tokenizer, cfg.data) if cfg.data.val_files else None
         cursor = PromptCursor(len(dataset), cfg.data.train_batch_size, cfg.seed, cfg.data.shuffle)
-        total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * cursor.steps_per_epoch
+        total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * cursor.batches_per_epoch
         stop.install()
         num_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
         session = stack.enter_context(

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.dataset import PromptDataset
@@ -20,9 +21,7 @@ _SEED = 0x76616C  # the same samples at every step, so that differences are the 
 class Validation:
     """`dataset` None: nothing is held out and validation is never due."""
 
-    def __init__(
-        self, cfg: RunConfig, dataset: PromptDataset | None, scorer: Scorer, directory: Path
-    ) -> None:
+    def __init__(self, cfg: RunConfig, dataset: PromptDataset | None, scorer: Scorer, directory: Path) -> None:
         self._cfg, self._dataset, self._scorer, self._directory = cfg, dataset, scorer, directory
         val = cfg.actor_rollout_ref.rollout.val_kwargs
         self._sampling = SamplingSpec(
@@ -44,8 +43,10 @@ class Validation:
             return trainer.val_before_train
         return trainer.test_freq > 0 and (step % trainer.test_freq == 0 or step == total_steps)
 
-    def evaluate(self, ranks: Ranks, step: int, between_chunks: Callable[[int], None]) -> dict[str, float]:
-        """Metrics `val-core/<data_source>/reward/mean@n`; the generations go to a file of the step."""
+    def evaluate(
+        self, ranks: Ranks, step: int, progress: Callable[[float], None]
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics `val-core/<data_source>/reward/mean@n`, and the generations, which also go to a file of the step."""
         assert self._dataset is not None
         count = len(self._dataset)
         prompts = [self._dataset[index] for index in range(count)]
@@ -54,10 +55,11 @@ class Validation:
             self._sampling,
             seed=_SEED,
             chunk_prompts=self._cfg.data.val_batch_size or count,
-            between_chunks=between_chunks,
+            between_chunks=progress,
         )
         trajectories = self._scorer.score(prompts, completions, seed=_SEED)
-        self._write(step, trajectories)
+        samples = [_sample(step, trajectory) for trajectory in trajectories]
+        self._write(step, samples)
         by_source: dict[str, list[Trajectory]] = defaultdict(list)
         for trajectory in trajectories:
             by_source[trajectory.prompt.data_source].append(trajectory)
@@ -67,28 +69,25 @@ class Validation:
             metrics[f"val-core/{source}/reward/mean@{self._sampling.n}"] = _mean([t.reward for t in group])
             metrics[f"val-aux/{source}/response_length/mean"] = _mean(lengths)
             metrics[f"val-aux/{source}/num_samples"] = len(group)
-        return metrics
+        return metrics, samples
 
-    def _write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+    def _write(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        lines = [
-            json.dumps(
-                {
-                    "step": step,
-                    "prompt": t.prompt.text,
-                    "response": t.text,
-                    "ground_truth": t.prompt.ground_truth,
-                    "reward": t.reward,
-                    "finish_reason": t.completion.finish_reason,
-                    "data_source": t.prompt.data_source,
-                },
-                ensure_ascii=False,
-            )
-            for t in trajectories
-        ]
         partial = self._directory / f".step-{step:06d}.jsonl.partial"
-        partial.write_text("\n".join(lines) + "\n")
+        partial.write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
         partial.replace(self._directory / f"step-{step:06d}.jsonl")
+
+
+def _sample(step: int, trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "step": step,
+        "prompt": trajectory.prompt.text,
+        "response": trajectory.text,
+        "ground_truth": trajectory.prompt.ground_truth,
+        "reward": trajectory.reward,
+        "finish_reason": trajectory.completion.finish_reason,
+        "data_source": trajectory.prompt.data_source,
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -95,9 +95,7 @@ class RankWorker:
         sink_buffers = self.engine.begin_publish()
         if self._publishes == 0:
             self._plan = plan(self.trainer.source_specs(), self.engine.sink_specs())
-            self._resharder = Resharder(
-                self._plan, self.rank, group=None, bucket_bytes=self.cfg.reshard.bucket_bytes
-            )
+            self._resharder = Resharder(self._plan, self.rank, group=None, bucket_bytes=self.cfg.reshard.bucket_bytes)
         source_buffers = self.trainer.source_buffers()
         self._resharder.run(source_buffers, sink_buffers)
         every = self.cfg.reshard.verify_every
@@ -189,9 +187,7 @@ class RayRanks:
             for rank in range(self.world_size)
         ]
 
-    def call(
-        self, method: str, per_rank: Sequence[tuple[Any, ...]] | None = None, **common: Any
-    ) -> list[Any]:
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]] | None = None, **common: Any) -> list[Any]:
         """Results of `method` in rank order; `per_rank` gives each rank its positional arguments."""
         import ray
 
@@ -219,14 +215,8 @@ class RayRanks:
         return TrainingError(f"rank {rank} failed in {method}: {error}\nits log is {self._logs[rank]}")
 
     def _death(self, method: str, rank: int, reason: str) -> str:
-        lines = (
-            self._logs[rank].read_text(errors="replace").splitlines()[-20:]
-            if self._logs[rank].exists()
-            else []
-        )
-        return "\n".join(
-            [f"rank {rank} died in {method}: {reason}", f"the end of {self._logs[rank]}:", *lines]
-        )
+        lines = self._logs[rank].read_text(errors="replace").splitlines()[-20:] if self._logs[rank].exists() else []
+        return "\n".join([f"rank {rank} died in {method}: {reason}", f"the end of {self._logs[rank]}:", *lines])
 
     def close(self) -> None:
         """Ends the actors; the engine's shared memory is released where the rank still answers."""

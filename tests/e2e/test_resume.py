@@ -1,0 +1,113 @@
+"""The real command, killed or stopped anywhere, ends bitwise where an uninterrupted run ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import (
+    assert_same_end,
+    command,
+    comparable,
+    final_tensors,
+    finish,
+    leftovers,
+    rows,
+    run_to_end,
+    start,
+    wait_for,
+    write_task,
+)  # fmt: skip
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def reference(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of six steps."""
+    folder = tmp_path_factory.mktemp("reference")
+    run_to_end(command(task, folder / "run"), folder / "log")
+    return folder / "run"
+
+
+def test_the_uninterrupted_run_trains(reference: Path) -> None:
+    metrics = rows(reference)
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4, 5, 6]
+    assert all("val-core/digits/reward/mean@1" in metrics[step] for step in (0, 3, 6))
+    assert all(row["actor/grad_norm"] > 0 for row in metrics[1:])
+    # On the same weights both engines agree: the first mini-batch of a step is on-policy.
+    assert max(row["training/rollout_probs_diff_max"] for row in metrics[1:]) < 1e-4
+    assert metrics[6]["val-core/digits/reward/mean@1"] != metrics[0]["val-core/digits/reward/mean@1"]
+
+
+def test_the_weights_change(reference: Path) -> None:
+    tensors = final_tensors(reference)
+    moments = [tensor for name, tensor in tensors.items() if "exp_avg_sq" in name]
+    assert moments
+    assert all(tensor.abs().sum() > 0 for tensor in moments)
+
+
+def test_killed_between_and_within_steps(task: Path, reference: Path, tmp_path: Path) -> None:
+    """SIGKILL right after a step that isn't committed, then at random moments until a run gets through."""
+    arguments, log, run_dir = command(task, tmp_path / "run"), tmp_path / "log", tmp_path / "run"
+    process = start(arguments, log)
+    wait_for(lambda: len(rows(run_dir)) >= 4, process, log)  # step 3 is logged, 2 the newest checkpoint
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert max(row["step"] for row in rows(run_dir)) >= 3
+
+    draw = random.Random(7)
+    process = start(arguments, log)
+    known = len(rows(run_dir))
+    wait_for(lambda: len(rows(run_dir)) != known, process, log)  # cut back: training goes on now
+    time.sleep(draw.uniform(0.0, 1.5))
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+    run_to_end(arguments, log)
+    assert_same_end(run_dir, reference)
+    assert leftovers() == []
+
+
+def test_stopped_by_a_signal_resumes_where_it_was(task: Path, reference: Path, tmp_path: Path) -> None:
+    """SIGTERM commits the state at once, whatever save_freq says, and exits with 75."""
+    arguments, log, run_dir = (
+        command(task, tmp_path / "run", "trainer.save_freq=-1"),
+        tmp_path / "log",
+        tmp_path / "run",
+    )
+    process = start(arguments, log)
+    wait_for(lambda: len(rows(run_dir)) >= 3, process, log)
+    os.kill(process.pid, signal.SIGTERM)
+    assert finish(process, log) == 75
+    assert "the same command goes on from here" in log.read_text()
+    stopped_after = rows(run_dir)[-1]["step"]
+    run_to_end(arguments, log)
+    assert f"resuming after step {stopped_after}" in log.read_text()
+    assert comparable(run_dir) == comparable(reference)
+    assert leftovers() == []
+
+
+def test_ctrl_c_in_a_terminal_commits_as_well(task: Path, tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the whole process group: the ranks must outlive the driver's save."""
+    arguments, log, run_dir = (
+        command(task, tmp_path / "run", "trainer.save_freq=-1"),
+        tmp_path / "log",
+        tmp_path / "run",
+    )
+    process = start(arguments, log)
+    wait_for(lambda: len(rows(run_dir)) >= 2, process, log)
+    os.killpg(process.pid, signal.SIGINT)
+    assert finish(process, log) == 75
+    assert list((run_dir / "checkpoints").glob("step-*"))
+    assert leftovers() == []
