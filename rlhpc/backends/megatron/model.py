@@ -11,8 +11,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -29,6 +31,8 @@ from rlhpc.backends.megatron.norm import RMSNorm
 from rlhpc.data.types import PackedBatch
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.reshard.families import ModelFacts, padded_vocab_size
+
+_SPLIT_MODULES = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
 def transformer_config(
@@ -129,6 +133,10 @@ class PolicyModel(GPTModel):
             position_embedding_type="none",  # PackedAttention applies rotary angles
             share_embeddings_and_output_weights=facts.tied_embeddings,
         )
+        for module in self.modules():  # Megatron marks them while initialising, which is skipped
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            if isinstance(module, _SPLIT_MODULES) and module.weight is not None:
+                set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
     def pack(self, batch: PackedBatch) -> PackedSequences:
         return PackedSequences.of(
