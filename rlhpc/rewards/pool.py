@@ -133,9 +133,9 @@ class RewardPool:
     def evaluate(self, items: Sequence[tuple[str, str, str]]) -> list[RewardResult]:
         """Scores (completion, ground truth, data source) items; results are in the same order.
 
-        When more than a tenth time out and they have cost ten time-outs per worker, the rest is given up as timed
-        out. Raises ConfigError for a data source without reward or a reward that can't be loaded, TrainingError
-        when workers don't start.
+        When more than a tenth time out, at least ten per worker, the rest is given up as timed out. Raises
+        ConfigError for a data source without reward or a reward that can't be loaded, TrainingError when a
+        worker doesn't start.
         """
         names = {source: self._name or reward_of_source(source) for source in {item[2] for item in items}}
         requests = [(names[source], completion, truth) for completion, truth, source in items]
@@ -166,7 +166,7 @@ class RewardPool:
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rlhpc.rewards.worker", str(theirs.fileno()), self._setup],
+                [sys.executable, "-uP", "-m", "rlhpc.rewards.worker", str(theirs.fileno()), self._setup],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward prints mustn't mix with our output
@@ -225,7 +225,7 @@ class RewardPool:
                 except (EOFError, ConnectionError):
                     self._bury(worker, call, "error", "the reward's process died with exit code {}")
             elif time.monotonic() >= worker.deadline:
-                self._bury(worker, call, "timeout", f"no result within {self._timeout_s:g} s")
+                self._bury(worker, call, "timeout", _overdue(self._timeout_s))
 
     def _listen(self, worker: _Worker, call: _Call) -> None:
         while True:
@@ -244,6 +244,8 @@ class RewardPool:
     def _bury(self, worker: _Worker, call: _Call, status: str, reason: str) -> None:
         """Replaces a dead or hung worker, blames the item it was at and queues its other items again."""
         code = self._replace(worker)
+        if code == -signal.SIGALRM:  # its own timer, as we came late
+            status, reason = "timeout", _overdue(self._timeout_s)
         if not worker.ready:
             what = "didn't start" if status == "timeout" else f"died with exit code {code} while starting"
             raise TrainingError(
@@ -253,6 +255,10 @@ class RewardPool:
             call.results[worker.pending.popleft()] = RewardResult(0.0, status, reason.format(code))
             call.num_timeouts += status == "timeout"
             call.queue.extendleft(reversed(worker.pending))
+
+
+def _overdue(timeout_s: float) -> str:
+    return f"no result within {timeout_s:g} s"
 
 
 def _resolve(name: str) -> str:

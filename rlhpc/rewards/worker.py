@@ -1,8 +1,8 @@
 """One reward process: `python -m rlhpc.rewards.worker <fd> <setup as JSON>`, started by RewardPool.
 
 Reads lists of (reward name, completion, ground truth) from the socket `fd` and answers each item, in order,
-with ("result", score, "") or ("result", None, what went wrong). Says ("preparing",) before it loads code, time
-that isn't the reward's, ("ready",) after, or ("fatal", message) when the reward can't be used.
+with ("result", score, "") or ("result", None, what went wrong). Says ("preparing",) before it loads code,
+time that is not the reward's, ("ready",) after, or ("fatal", message) when the reward can't be used.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Evaluator:
         self.parent = setup["parent"]
         self.start_timeout_s = setup["start_timeout_s"]
         # The pool kills us at the time-out; this is for a reward that hangs when the pool's process is dead.
-        self.orphan_timeout_s = 2 * setup["timeout_s"] + 10
+        self.orphan_timeout_s = setup["timeout_s"] + 1
         self.loaded: dict[str, Reward] = {}
         if setup["name"] is not None:
             self.prepare(setup["name"])
