@@ -17,7 +17,10 @@ from rlhpc.data.dataset import load_prompts
 from rlhpc.errors import DataError
 
 GSM8K = Path(__file__).parents[2] / "data" / "gsm8k.jsonl"
-CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}[bot]{% endif %}"
+)
 ASK = ' Let\'s think step by step and output the final answer after "####".'
 
 
@@ -65,8 +68,8 @@ def test_gsm8k_rows(tokenizer, cfg):
     assert {prompt.data_source for prompt in prompts} == {"openai/gsm8k"}
     question = json.loads(GSM8K.read_text().splitlines()[0])["question"]
     assert prompts[0].text == f"[user] {question}{ASK} [bot]"
-    # 17 words of the question and 11 of the instruction between two markers
-    assert prompts[0].token_ids.tolist() == [2, *[1] * 28, 4]
+    # 18 words of the question and 12 of the instruction between two markers
+    assert prompts[0].token_ids.tolist() == [2, *[1] * 30, 4]
 
 
 def test_chat_template_system_prompt_and_no_second_bos(tokenizer, cfg, tmp_path):

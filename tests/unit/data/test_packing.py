@@ -44,7 +44,7 @@ def test_two_sequences_in_one_microbatch_by_hand():
 
 def test_unpack_pads_short_rows_and_keeps_padding_out_of_the_gradient():
     [[batch]] = pack([sequence(0, 4, 2), sequence(1, 2, 1), sequence(2, 3, 3)], dp_size=1, max_tokens=9)
-    values = torch.tensor([0.0, 1, 2, math.nan, 4, math.inf, 6, 7, 8], requires_grad=True)
+    values = torch.tensor([math.nan, 1, 2, math.nan, 4, math.inf, 6, 7, 8], requires_grad=True)
     padded, mask = unpack(values, batch)
     assert padded.tolist() == [[1, 2], [4, 0], [0, 0]] and mask.tolist() == [[1, 1], [1, 0], [0, 0]]
     (padded * torch.tensor([[2.0, 3.0], [5.0, 7.0], [11.0, 13.0]])).sum().backward()
@@ -75,6 +75,15 @@ def test_budget_sets_the_number_of_microbatches():
 def test_microbatch_size_limits_sequences():
     ranks = pack([sequence(i, 10 + i) for i in range(12)], dp_size=2, max_tokens=1000, max_sequences=2)
     assert [[b.num_sequences for b in rank] for rank in ranks] == [[2, 2, 2], [2, 2, 2]]
+    lengths = [100, 1, 1, 1, 1, 1]  # costs alone would put the five short ones together
+    [rank] = pack([sequence(i, n) for i, n in enumerate(lengths)], dp_size=1, max_tokens=200, max_sequences=3)
+    assert [b.num_sequences for b in rank] == [3, 3]
+
+
+def test_uneven_microbatches_even_out_over_the_ranks():
+    # Index 0 is 10 | 9; then the rank that is behind takes the larger of 5 and 1: 11 | 14, not 15 | 10.
+    ranks = pack([sequence(i, n) for i, n in enumerate([10, 9, 5, 1])], dp_size=2, max_tokens=10)
+    assert [[b.num_tokens for b in rank] for rank in ranks] == [[10, 1], [9, 5]]
 
 
 def test_a_filler_takes_the_place_that_no_sequence_can():

@@ -35,7 +35,7 @@ def reward(completion, ground_truth, scale=1.0):
         case "raise":
             raise ValueError("refused")
         case "memory":
-            return len(bytearray(64 * 1024**3))
+            return len(bytearray(5 * 1024**3))
         case "nan":
             return float("nan")
         case "infinite":
