@@ -44,7 +44,7 @@ class RewardResult:
 
 @dataclass
 class _Call:
-    """One `evaluate` in progress."""
+    """One `score` in progress."""
 
     requests: Sequence[tuple[str, str, str]] = ()  # reward name, completion, ground truth
     results: dict[int, RewardResult] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class RewardPool:
         timeout_s: float = 10.0,
         num_workers: int = 2,
     ) -> None:
-        """Starts the workers and returns at once; `wait_ready` or the first `evaluate` waits for them.
+        """Starts the workers and returns at once; `wait_ready` or the first `score` waits for them.
 
         `name`: a key of REWARDS, `path/to/file.py:function`, or None for each item's data source. It is
         called as `function(completion, ground_truth, **kwargs)`; `timeout_s` bounds one such call.
@@ -130,7 +130,7 @@ class RewardPool:
             while not all(worker.ready for worker in self._workers):
                 self._receive(_Call())
 
-    def evaluate(self, items: Sequence[tuple[str, str, str]]) -> list[RewardResult]:
+    def score(self, items: Sequence[tuple[str, str, str]]) -> list[RewardResult]:
         """Scores (completion, ground truth, data source) items; results are in the same order.
 
         When more than a tenth time out, at least ten per worker, the rest is given up as timed out. Raises
@@ -140,7 +140,7 @@ class RewardPool:
         names = {source: self._name or reward_of_source(source) for source in {item[2] for item in items}}
         requests = [(names[source], completion, truth) for completion, truth, source in items]
         with self._lock:
-            results = self._evaluate(_Call(requests, queue=deque(range(len(requests)))))
+            results = self._score(_Call(requests, queue=deque(range(len(requests)))))
         failed = [result for result in results if result.status != "ok"]
         if failed:
             log.warning("%d of %d rewards failed; the first: %s", len(failed), len(results), failed[0].detail)
@@ -180,7 +180,7 @@ class RewardPool:
         self._workers[self._workers.index(worker)] = self._start()
         return code
 
-    def _evaluate(self, call: _Call) -> list[RewardResult]:
+    def _score(self, call: _Call) -> list[RewardResult]:
         if not self._finalizer.alive:
             raise TrainingError("the reward pool is closed")
         try:

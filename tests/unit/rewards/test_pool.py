@@ -88,7 +88,7 @@ def pids_of(pool):
 
 
 def score(pool, *completions):
-    return [(result.score, result.status) for result in pool.evaluate([(c, "", "") for c in completions])]
+    return [(result.score, result.status) for result in pool.score([(c, "", "") for c in completions])]
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +108,13 @@ def pool(adverse):
 def test_order_and_dispatch_by_data_source():
     with RewardPool(num_workers=2) as pool:
         items = [("#### 7", "7", "openai/gsm8k"), ("7", "7", "arithmetic"), ("7", "8", "arithmetic")] * 50
-        assert [result.score for result in pool.evaluate(items)] == [1.0, 1.0, 0.0] * 50
-        assert pool.evaluate([]) == []
+        assert [result.score for result in pool.score(items)] == [1.0, 1.0, 0.0] * 50
+        assert pool.score([]) == []
 
 
 def test_kwargs_reach_the_reward(adverse):
     with RewardPool("gsm8k", {"method": "flexible"}, num_workers=1) as pool:
-        assert pool.evaluate([("it is 7.", "7", "anything")])[0].score == 1.0
+        assert pool.score([("it is 7.", "7", "anything")])[0].score == 1.0
     with RewardPool(f"{adverse}:reward", {"scale": 2.5}, num_workers=1) as pool:
         assert score(pool, "2") == [(5.0, "ok")]
 
@@ -142,7 +142,7 @@ def test_a_failing_reward_is_an_error_and_costs_no_other_item(pool, trouble):
 
 
 def test_details_say_what_went_wrong(pool, caplog):
-    results = pool.evaluate([(c, "", "") for c in ("raise", "segfault", "nan", "sleep", "1")])
+    results = pool.score([(c, "", "") for c in ("raise", "segfault", "nan", "sleep", "1")])
     assert [result.detail for result in results] == [
         "ValueError: refused",
         "the reward's process died with exit code -11",
@@ -156,7 +156,7 @@ def test_details_say_what_went_wrong(pool, caplog):
 def test_a_reward_that_always_hangs_cannot_stall_a_step(adverse):
     with RewardPool(f"{adverse}:reward", timeout_s=0.1, num_workers=1) as pool:
         start = time.monotonic()
-        results = pool.evaluate([("1", "", "")] * 5 + [("sleep", "", "")] * 5000)
+        results = pool.score([("1", "", "")] * 5 + [("sleep", "", "")] * 5000)
         assert time.monotonic() - start < 20.0
         assert [result.status for result in results] == ["ok"] * 5 + ["timeout"] * 5000
         assert results[-1].detail == "not evaluated: 10 of 15 before it timed out"
@@ -249,7 +249,7 @@ def test_workers_die_with_a_killed_parent(adverse, busy_with, tmp_path):
             pool._timeout_s = 1000.0  # the parent would wait; the workers still know 0.5 s
             print(*[worker.process.pid for worker in pool._workers], flush=True)
             if "{busy_with}" != "nothing":
-                pool.evaluate([("{busy_with}", "", "")] * 2)
+                pool.score([("{busy_with}", "", "")] * 2)
             import time
             time.sleep(1000)
         """)
@@ -308,7 +308,7 @@ def test_unknown_data_sources_are_refused_before_anything_runs():
         with pytest.raises(ConfigError, match="data_source='poems'; known:"):
             pool.check_sources(["arithmetic", "poems"])
         with pytest.raises(ConfigError, match="data_source='poems'"):
-            pool.evaluate([("1", "1", "poems")])
+            pool.score([("1", "1", "poems")])
     with RewardPool("arithmetic", num_workers=1) as pool:
         pool.check_sources(["poems"])
 
