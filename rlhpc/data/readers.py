@@ -47,7 +47,7 @@ def data_files(files: str | Path | Sequence[str | Path] | None) -> list[Path]:
     listed = [files] if isinstance(files, str | Path) else list(files or [])
     if not listed:
         raise DataError(
-            "no data files given; set data.train_files to a .jsonl or .parquet file, or a list of them"
+            "no data files given; set data.train_files to a .jsonl or .parquet file, or to a list"
         )
     paths = [Path(name).expanduser() for name in listed]
     for path in paths:
@@ -55,7 +55,7 @@ def data_files(files: str | Path | Sequence[str | Path] | None) -> list[Path]:
             raise DataError(f"{path}: unknown kind of file {path.suffix!r}; use one of {', '.join(_READERS)}")
         if not path.is_file():
             raise DataError(
-                f"{path}: no such file (looked in {path.parent.resolve()}); check data.train_files"
+                f"{path}: no such file (looked in {path.parent.resolve()}); check data.train_files, val_files"
             )
     return paths
 
