@@ -14,8 +14,7 @@ def write_tiny_model(path: Path | str, seed: int = 0, **config_overrides: Any) -
     """Writes a random float32 model (2 layers, 8 experts, vocabulary 320) with its tokenizer to `path`.
 
     Weights are wide enough (std 0.1 unless `initializer_range` is given) and norms far enough from one that a
-    swapped
-    or stale tensor moves the log-probabilities by far more than float32 rounding.
+    swapped or stale tensor moves the log-probabilities by far more than float32 rounding.
     """
     import torch
 
