@@ -1,70 +1,68 @@
 """The typed configuration schema: the only place where a default lives.
 
-Leaf names follow verl where verl has the thing (`actor_rollout_ref.rollout.n`, `algorithm.adv_estimator`, ...);
+Leaf names follow verl where verl has the thing (`actor_rollout_ref.rollout.n`, `algorithm.adv_estimator`);
 `cluster`, `launch`, `checkpoint` and `reshard` are rlhpc's own. YAML files under `configs/` only override.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
-
-# OmegaConf reads these annotations at run time and knows `Optional[X]`, not `X | None`.
+from typing import Any
 
 
 @dataclass
 class ModelConfig:
     path: str = "???"  # directory with config.json, safetensors and tokenizer
-    trust_remote_code: bool = False
-    enable_gradient_checkpointing: bool = False  # full activation recompute
+    trust_remote_code: bool = False  # let the tokenizer run code from the model directory
+    enable_gradient_checkpointing: bool = False  # full activation recompute in the trainer
     dtype: str = "bfloat16"  # float32 | bfloat16: the trainer's parameters and the engine's
 
 
 @dataclass
 class OptimConfig:
-    lr: float = 1e-6
-    lr_warmup_steps: int = 0
+    lr: float = 1e-6  # peak
+    lr_warmup_steps: int = 0  # optimizer steps of linear warm-up from 0
     lr_decay_style: str = "constant"  # constant | linear | cosine
-    min_lr: float = 0.0
-    weight_decay: float = 0.01
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    clip_grad: float = 1.0
+    min_lr: float = 0.0  # where the decay ends
+    weight_decay: float = 0.01  # decoupled (AdamW); norms and biases are exempt
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # Adam's moment decay rates
+    eps: float = 1e-8  # Adam's
+    clip_grad: float = 1.0  # global gradient norm; 0: off
 
 
 @dataclass
 class MegatronConfig:
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int = 1
-    use_distributed_optimizer: bool = True
-    freeze_moe_router: bool = False
-    moe_aux_loss_coeff: float = 0.0
+    tensor_model_parallel_size: int = 1  # ranks per dense layer
+    pipeline_model_parallel_size: int = 1  # stages of layers
+    context_parallel_size: int = 1  # ranks per sequence; only 1 for now
+    expert_model_parallel_size: int = 1  # groups that the experts are divided among
+    expert_tensor_parallel_size: int = 1  # ranks per expert
+    use_distributed_optimizer: bool = True  # optimizer state sharded over data-parallel ranks
+    freeze_moe_router: bool = False  # router weights keep their initial values
+    moe_aux_loss_coeff: float = 0.0  # load-balancing loss; 0: off
 
 
 @dataclass
 class PolicyLossConfig:
-    loss_mode: str = "vanilla"
+    loss_mode: str = "vanilla"  # a name in rlhpc.algorithms.losses.POLICY_LOSSES
 
 
 @dataclass
 class ActorConfig:
     ppo_mini_batch_size: int = 256  # prompts per optimizer step
-    ppo_micro_batch_size_per_gpu: Optional[int] = None  # trajectories; None: by token budget alone
+    ppo_micro_batch_size_per_gpu: int | None = None  # trajectories; None: by token budget alone
     ppo_max_token_len_per_gpu: int = 16384  # tokens per microbatch per rank
-    ppo_epochs: int = 1
-    clip_ratio: float = 0.2
-    clip_ratio_low: Optional[float] = None  # None: clip_ratio
-    clip_ratio_high: Optional[float] = None  # None: clip_ratio
-    clip_ratio_c: float = 3.0  # dual clip
-    loss_agg_mode: str = "token-mean"
-    loss_scale_factor: Optional[float] = None  # divisor of seq-mean-token-sum-norm; None: response width
-    entropy_coeff: float = 0.0
-    use_kl_loss: bool = False
+    ppo_epochs: int = 1  # passes over each rollout
+    clip_ratio: float = 0.2  # the ratio stays within [1 - low, 1 + high]
+    clip_ratio_low: float | None = None  # None: clip_ratio
+    clip_ratio_high: float | None = None  # None: clip_ratio
+    clip_ratio_c: float = 3.0  # dual clip: bound of the loss for negative advantages, in advantages
+    loss_agg_mode: str = "token-mean"  # how per-token losses become one number
+    loss_scale_factor: float | None = None  # divisor of seq-mean-token-sum-norm, tokens; None: its width
+    entropy_coeff: float = 0.0  # weight of the entropy bonus
+    use_kl_loss: bool = False  # add the KL to the reference policy to the loss
     kl_loss_coef: float = 0.001
-    kl_loss_type: str = "low_var_kl"
+    kl_loss_type: str = "low_var_kl"  # k1|kl, abs, k2|mse, k3|low_var_kl; "+" suffix: gradient of k2
     shuffle: bool = False  # shuffle trajectories between ppo epochs
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -73,40 +71,40 @@ class ActorConfig:
 
 @dataclass
 class ValSamplingConfig:
-    n: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = -1
+    n: int = 1  # samples per prompt
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # 1: off
+    top_k: int = -1  # -1: off
 
 
 @dataclass
 class RolloutConfig:
-    name: str = "vllm"
+    name: str = "vllm"  # the engine
     n: int = 1  # samples per prompt
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float = 1.0  # the trainer's logits are divided by it too
+    top_p: float = 1.0  # 1: off
     top_k: int = -1  # -1: off
     stop: list[str] = field(default_factory=list)  # stop strings; the model's eos always stops
-    ignore_eos: bool = False
-    tensor_model_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.5
-    max_num_seqs: int = 1024
-    max_num_batched_tokens: int = 8192
-    max_model_len: Optional[int] = None  # None: max_prompt_length + max_response_length
-    enforce_eager: bool = False
-    enable_prefix_caching: bool = True
+    ignore_eos: bool = False  # sample up to max_response_length, for benchmarks
+    tensor_model_parallel_size: int = 1  # ranks per replica
+    gpu_memory_utilization: float = 0.5  # share of the GPU that the engine may fill while it is awake
+    max_num_seqs: int = 1024  # sequences decoded at once per replica
+    max_num_batched_tokens: int = 8192  # tokens per engine step per replica
+    max_model_len: int | None = None  # tokens; None: max_prompt_length + max_response_length
+    enforce_eager: bool = False  # no CUDA graphs
+    enable_prefix_caching: bool = True  # the n samples of a prompt share its KV cache
     free_cache_engine: bool = True  # sleep between rollouts (GPU)
-    cpu_kv_cache_gib: float = 0.5  # CPU only: per-rank KV cache
+    cpu_kv_cache_gib: float = 0.5  # CPU only: KV cache per rank, GiB
     chunk_prompts: int = 0  # prompts per generate call, between which the driver may stop; 0: one call
-    log_prob_max_token_len_per_gpu: Optional[int] = None  # None: the actor's token budget
-    log_prob_micro_batch_size_per_gpu: Optional[int] = None
+    log_prob_max_token_len_per_gpu: int | None = None  # tokens per microbatch; None: the actor's budget
+    log_prob_micro_batch_size_per_gpu: int | None = None  # trajectories; None: by token budget alone
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
 
 
 @dataclass
 class RefConfig:
-    log_prob_max_token_len_per_gpu: Optional[int] = None
-    log_prob_micro_batch_size_per_gpu: Optional[int] = None
+    log_prob_max_token_len_per_gpu: int | None = None  # tokens per microbatch; None: the actor's budget
+    log_prob_micro_batch_size_per_gpu: int | None = None  # trajectories; None: by token budget alone
 
 
 @dataclass
@@ -119,30 +117,30 @@ class ActorRolloutRefConfig:
 
 @dataclass
 class CriticConfig:
-    enable: Optional[bool] = None  # None: what adv_estimator asks for
+    enable: bool | None = None  # None: what adv_estimator asks for; only false for now
 
 
 @dataclass
 class KlCtrlConfig:
-    type: str = "fixed"
-    kl_coef: float = 0.001
+    type: str = "fixed"  # only fixed
+    kl_coef: float = 0.001  # weight of the KL taken from each token's reward
 
 
 @dataclass
 class RolloutCorrectionConfig:
-    rollout_is: Optional[str] = None  # null | token | sequence
+    rollout_is: str | None = None  # null | token | sequence: level of trainer/rollout importance weights
     rollout_is_threshold: float = 2.0  # cap of the importance weight
 
 
 @dataclass
 class AlgorithmConfig:
-    adv_estimator: str = "grpo"
-    gamma: float = 1.0
-    lam: float = 1.0
-    norm_adv_by_std_in_grpo: bool = True
-    use_critic: Optional[bool] = None
-    use_kl_in_reward: bool = False
-    kl_penalty: str = "kl"
+    adv_estimator: str = "grpo"  # a name in rlhpc.algorithms.advantages.ESTIMATORS
+    gamma: float = 1.0  # discount per token
+    lam: float = 1.0  # GAE's lambda
+    norm_adv_by_std_in_grpo: bool = True  # false: Dr. GRPO's advantages
+    use_critic: bool | None = None  # same as critic.enable
+    use_kl_in_reward: bool = False  # take the KL to the reference policy from each token's reward
+    kl_penalty: str = "kl"  # its kind, as actor.kl_loss_type
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
@@ -150,76 +148,76 @@ class AlgorithmConfig:
 @dataclass
 class DataConfig:
     train_files: Any = "???"  # a path or a list of paths; .jsonl or .parquet
-    val_files: Any = None
-    prompt_key: str = "prompt"
+    val_files: Any = None  # as train_files; None: no validation
+    prompt_key: str = "prompt"  # column with the prompt
     train_batch_size: int = 1024  # prompts per step
-    val_batch_size: Optional[int] = None  # None: all at once
-    val_max_samples: int = -1
-    max_prompt_length: int = 512
-    max_response_length: int = 512
-    filter_overlong_prompts: bool = True
-    shuffle: bool = True
+    val_batch_size: int | None = None  # prompts; None: all at once
+    val_max_samples: int = -1  # the first N validation prompts; -1: all
+    max_prompt_length: int = 512  # tokens
+    max_response_length: int = 512  # tokens
+    filter_overlong_prompts: bool = True  # drop prompts over max_prompt_length; false: refuse them
+    shuffle: bool = True  # a new order each epoch, from the seed
     chat_template: bool = True  # apply the tokenizer's chat template to the messages
-    system_prompt: Optional[str] = None
-    data_source: Optional[str] = None  # reward name for rows without a data_source column
+    system_prompt: str | None = None  # put before prompts that are plain strings; needs chat_template
+    data_source: str | None = None  # reward name for rows without a data_source column
 
 
 @dataclass
 class RewardConfig:
-    name: Optional[str] = None  # None: by each row's data_source
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = 10.0
-    num_workers: int = 2
+    name: str | None = None  # a reward or FILE.py:FUNCTION; None: by each row's data_source
+    kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the reward function
+    timeout_s: float = 10.0  # per completion; then it scores 0
+    num_workers: int = 2  # processes
     shuffle_control: bool = False  # permutes rewards over the batch: a control run that must not learn
 
 
 @dataclass
 class TrainerConfig:
-    project_name: str = "rlhpc"
-    experiment_name: str = "default"
-    logger: list[str] = field(default_factory=lambda: ["console"])  # console, wandb; metrics.jsonl is always written
-    nnodes: int = 1
+    project_name: str = "rlhpc"  # wandb project and part of run_dir
+    experiment_name: str = "default"  # wandb run name and part of run_dir
+    logger: list[str] = field(default_factory=lambda: ["console"])  # and wandb; metrics.jsonl always
+    nnodes: int = 1  # nodes
     n_gpus_per_node: int = 1  # ranks per node; on a CPU machine, CPU ranks
     device: str = "auto"  # auto | cpu | cuda
-    total_epochs: int = 1
-    total_training_steps: Optional[int] = None  # None: epochs decide
+    total_epochs: int = 1  # passes over the training prompts
+    total_training_steps: int | None = None  # rollouts; None: epochs decide
     save_freq: int = -1  # steps; -1: only at the end
-    test_freq: int = -1
-    val_before_train: bool = True
-    critic_warmup: int = 0
-    resume_mode: str = "auto"  # auto | disable | resume_path
-    resume_from_path: Optional[str] = None
-    default_local_dir: Optional[str] = None  # None: <run_dir>/checkpoints
-    balance_batch: bool = True
-    log_val_generations: int = 3
-    wandb_mode: Optional[str] = None  # online | offline; None: wandb's own default
+    test_freq: int = -1  # steps between validations; -1: only at the end
+    val_before_train: bool = True  # validate the initial policy
+    critic_warmup: int = 0  # steps that train the critic alone; only 0 for now
+    resume_mode: str = "auto"  # auto: newest in default_local_dir | disable | resume_path
+    resume_from_path: str | None = None  # a checkpoint directory, for resume_mode=resume_path
+    default_local_dir: str | None = None  # None: <run_dir>/checkpoints
+    balance_batch: bool = True  # even out tokens over data-parallel ranks
+    log_val_generations: int = 3  # shown on the console per validation; all go to JSON-lines
+    wandb_mode: str | None = None  # online | offline; None: wandb's own default
 
 
 @dataclass
 class CheckpointConfig:
     keep: int = 3  # newest N committed steps
-    save_final: bool = True
+    save_final: bool = True  # commit a checkpoint after the last step
 
 
 @dataclass
 class ReshardConfig:
-    bucket_bytes: int = 512 * 1024**2
+    bucket_bytes: int = 512 * 1024**2  # peak extra memory of a publish, per rank
     verify_every: int = 0  # publishes between fingerprint comparisons; 0: never
 
 
 @dataclass
 class ClusterConfig:
-    cpus_per_rank: int = 1
-    threads_per_rank: int = 1
+    cpus_per_rank: int = 1  # CPUs that Ray reserves for a rank
+    threads_per_rank: int = 1  # intra-op threads of torch and the engine
     ray_temp_root: str = "/tmp"  # node-local, short
-    object_store_bytes: int = 256 * 1024**2
+    object_store_bytes: int = 256 * 1024**2  # Ray's shared memory per node
     collective_timeout_s: float = 600.0
 
 
 @dataclass
 class LaunchConfig:
-    mode: str = "local"  # local | slurm
-    dry_run: bool = False
+    mode: str = "local"  # local | slurm (not available yet)
+    dry_run: bool = False  # print the layout and the memory plan, start nothing
 
 
 @dataclass
@@ -234,5 +232,6 @@ class RunConfig:
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    # everything that a run writes goes here; relative to the working directory, like all paths
     run_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
-    seed: int = 0
+    seed: int = 0  # same seed, same run: data order and sampling derive from it

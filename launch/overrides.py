@@ -1,0 +1,83 @@
+"""Command-line overrides, judged before Hydra composes: its errors know neither nearest names nor verl."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString
+from hydra.errors import OverrideParseException
+
+from rlhpc.config.load import MISSING, known_keys, open_section, violations
+from rlhpc.errors import ConfigError
+
+
+def checked(arguments: Sequence[str], config_dir: Path) -> list[str]:
+    """`arguments` without the verl keys that change nothing here; raises ConfigError that lists all
+    that are wrong."""
+    kept, problems = [], []
+    for argument in arguments:
+        if argument.startswith("-") or ("=" not in argument and not argument.startswith("~")):
+            kept.append(argument)  # a flag of Hydra, or its value
+            continue
+        try:
+            override = OverridesParser.create().parse_override(argument)
+        except OverrideParseException as error:
+            problems.append(f"{argument}: {error}")
+            continue
+        key = override.key_or_group
+        group = config_dir / key
+        if key.partition(".")[0].partition("/")[0] == "hydra":
+            kept.append(argument)
+        elif group.is_dir() and not isinstance(override.value(), dict):
+            problems += _unknown_options(override, group)
+            kept.append(argument)
+        else:
+            problems += _refusals(override)
+            if key in known_keys():
+                kept.append(argument.lstrip("+"))
+            elif open_section(key):
+                kept.append("++" + argument.lstrip("+"))
+            # else it was refused, or is a verl key that asks for what rlhpc does anyway
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return kept
+
+
+def _unknown_options(override: Override, group: Path) -> list[str]:
+    known = sorted(path.stem for path in group.glob("*.yaml"))
+    name = override.key_or_group
+    return [
+        f"{name}={option} is unknown; choose {' or '.join(get_close_matches(option, known)) or ', '.join(known)}"
+        for option in _values(override)
+        if isinstance(option, str) and option not in known
+    ]
+
+
+def _refusals(override: Override) -> list[str]:
+    key = override.key_or_group
+    if override.is_delete():
+        return [f"~{key}: a setting can't be removed; give it another value"]
+    return list(
+        dict.fromkeys(problem for value in _values(override) for problem in violations(_tree(key, value)))
+    )
+
+
+def _values(override: Override) -> list[Any]:
+    """The value, or each one of a sweep; MISSING for what only composing can tell."""
+    if not override.is_sweep_override():
+        values = [override.value()]
+    elif override.is_discrete_sweep():
+        values = [v.text if isinstance(v, QuotedString) else v for v in override.sweep_iterator()]
+    else:
+        values = [MISSING]
+    return [MISSING if isinstance(value, str) and "${" in value else value for value in values]
+
+
+def _tree(key: str, value: Any) -> dict[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value

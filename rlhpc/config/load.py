@@ -1,0 +1,228 @@
+"""From composed configuration to the typed schema, and what is derived from it: digest, YAML, differences."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.config.verl import verl_key
+from rlhpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+MISSING = "???"  # OmegaConf's mark of a value that must be given
+
+
+def load(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
+    """The typed configuration of `cfg` over the schema's defaults; interpolations resolved, paths absolute.
+
+    Raises ConfigError that lists every unknown key (with the nearest valid ones), wrong type and missing value.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        merged = OmegaConf.merge(OmegaConf.create(defaults()), cfg)
+        tree = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the configuration can't be composed: {error}") from error
+    problems: list[str] = []
+    config = _build(RunConfig, tree, "", problems)
+    problems += [_missing(key) for key, value in _leaves("", tree) if value == MISSING]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    assert isinstance(config, RunConfig)
+    return _with_absolute_paths(config)
+
+
+def violations(tree: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a part of the configuration tree, such as the overrides alone: keys and types."""
+    problems: list[str] = []
+    _build(RunConfig, tree, "", problems)
+    return problems
+
+
+def defaults() -> dict[str, Any]:
+    """The schema's defaults as a plain tree, interpolations and missing values (`???`) included."""
+    return asdict(RunConfig())
+
+
+def to_yaml(cfg: RunConfig) -> str:
+    """The configuration as YAML that `load` reads back."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(cfg)))
+
+
+def config_digest(cfg: RunConfig) -> str:
+    """16 hex digits that differ whenever a value differs."""
+    canonical = json.dumps(asdict(cfg), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def diff(
+    old: RunConfig | Mapping[str, Any], new: RunConfig | Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of every leaf that differs, sorted; `???` stands for an absent leaf."""
+    trees = (asdict(c) if isinstance(c, RunConfig) else c for c in (old, new))
+    before, after = (dict(_leaves("", tree)) for tree in trees)
+    pairs = ((key, before.get(key, MISSING), after.get(key, MISSING)) for key in sorted({*before, *after}))
+    return [(key, a, b) for key, a, b in pairs if a != b or type(a) is not type(b)]
+
+
+def suggest(key: str) -> str:
+    """ "; did you mean ...?" with the keys whose last part is nearest, or else near as a whole; "" if none is."""
+    by_name: dict[str, list[str]] = {}
+    for known, _ in _leaf_types():
+        by_name.setdefault(known.rpartition(".")[2], []).append(known)
+    names = get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.75)
+    near = [known for name in names for known in by_name[name]]
+    near = get_close_matches(key, near, n=3, cutoff=0.0) or get_close_matches(
+        key, known_keys(), n=1, cutoff=0.8
+    )
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+@cache
+def known_keys() -> tuple[str, ...]:
+    """Every dotted key of the schema, sections included."""
+    return tuple(key for key, _ in _typed_keys(RunConfig, ""))
+
+
+def open_section(key: str) -> bool:
+    """Whether a dotted key lies under one that takes any name (`reward.kwargs`)."""
+    return any(key.startswith(known + ".") and kind == dict[str, Any] for known, kind in _leaf_types())
+
+
+@cache
+def _leaf_types() -> tuple[tuple[str, Any], ...]:
+    return tuple((key, kind) for key, kind in _typed_keys(RunConfig, "") if not is_dataclass(kind))
+
+
+def _typed_keys(cls: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, kind in get_type_hints(cls).items():
+        yield prefix + name, kind
+        if is_dataclass(kind):
+            yield from _typed_keys(kind, f"{prefix}{name}.")
+
+
+def _build(cls: type, tree: Any, prefix: str, problems: list[str]) -> Any:
+    """An instance of the dataclass `cls`, defaults where `tree` says nothing. `problems` gets what is wrong."""
+    if not isinstance(tree, Mapping):
+        names = ", ".join(f.name for f in fields(cls))
+        problems.append(f"{prefix[:-1]}={tree!r} must be a section with the keys {names}")
+        return cls()
+    kinds, values = get_type_hints(cls), {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if name not in kinds:
+            problems += _unknown(key, value)
+        elif is_dataclass(kinds[name]):
+            values[name] = _build(kinds[name], value, key + ".", problems)
+        elif value == MISSING or _fits(value, kinds[name]):
+            values[name] = _coerced(value, kinds[name])
+        else:
+            found = type(value).__name__
+            problems.append(f"{key}={_shown(value)} has type {found}; expected {_described(kinds[name])}")
+    return cls(**values)
+
+
+def _unknown(key: str, value: Any) -> list[str]:
+    """Refusals of the leaves below an unknown key; those of verl that change nothing here pass."""
+    problems = []
+    for leaf, leaf_value in _leaves(key, value):
+        entry = verl_key(leaf)
+        if entry is None:
+            problems.append(f"unknown key {leaf}{suggest(leaf)}")
+        elif not entry.accepts(leaf_value):
+            problems.append(
+                f"{leaf}={_shown(leaf_value)} is a verl key that rlhpc doesn't have: {entry.instead}"
+            )
+    return problems
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from _leaves(f"{key}.{name}" if key else str(name), below)
+    else:
+        yield key, value
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    options = _options(kind)
+    if kind is Any:
+        return True
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(item, get_args(kind)[0]) for item in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, Mapping)
+    if isinstance(value, bool):
+        return bool in options
+    if str in options and isinstance(value, (int, float)):
+        return True  # experiment_name=7 is a name
+    return isinstance(value, options) or (float in options and isinstance(value, int))
+
+
+def _coerced(value: Any, kind: Any) -> Any:
+    options = _options(kind)
+    if get_origin(kind) is list and isinstance(value, list):
+        return [_coerced(item, get_args(kind)[0]) for item in value]
+    if isinstance(value, bool) or value is None or value == MISSING:
+        return value
+    if float in options and isinstance(value, int):
+        return float(value)
+    return str(value) if str in options else value
+
+
+def _described(kind: Any) -> str:
+    if get_origin(kind) is list:
+        return f"a list of {get_args(kind)[0].__name__}"
+    if get_origin(kind) is dict:
+        return "a section of names and values"
+    return " or ".join("null" if option is type(None) else option.__name__ for option in _options(kind))
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)
+
+
+def _missing(key: str) -> str:
+    hints = {
+        "actor_rollout_ref.model.path": "a directory with config.json, safetensors and tokenizer: {}=DIR",
+        "data.train_files": "a .jsonl or .parquet file, or a list of them: {}=PATH/train.jsonl",
+    }
+    return f"{key} is not set; give {hints.get(key, 'a value: {}=...').format(key)}"
+
+
+def _with_absolute_paths(cfg: RunConfig) -> RunConfig:
+    """Workers and later jobs may have another working directory."""
+    for section, name in (
+        (cfg, "run_dir"),
+        (cfg.actor_rollout_ref.model, "path"),
+        (cfg.data, "train_files"),
+        (cfg.data, "val_files"),
+        (cfg.trainer, "default_local_dir"),
+        (cfg.trainer, "resume_from_path"),
+    ):
+        setattr(section, name, _absolute(getattr(section, name)))
+    return cfg
+
+
+def _absolute(path: Any) -> Any:
+    if isinstance(path, list):
+        return [_absolute(p) for p in path]
+    return str(Path(path).expanduser().absolute()) if isinstance(path, str) else path

@@ -1,0 +1,203 @@
+"""Keys that verl recipes set and the schema doesn't have: accepted where they ask for what rlhpc does anyway,
+else refused with what to write instead (verl 0.9.1, verl/trainer/config/_generated_ppo_megatron_trainer.yaml)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class VerlKey:
+    """The values of a verl key that may stay because they change nothing here, and what to do about the others."""
+
+    instead: str
+    accepted: tuple[object, ...] = ()
+
+    def accepts(self, value: object) -> bool:
+        return any(type(value) is type(known) and value == known for known in self.accepted)
+
+
+_LAYOUT = "the reference policy has the actor's layout; remove it"
+_NO_CRITIC = "the critic is not available yet; use a group estimator such as algorithm.adv_estimator=grpo"
+_NO_OFFLOAD = "sleep and wake move the trainer's state by themselves; remove it"
+_NO_PROFILER = "profiling is not available yet; remove it"
+_NO_REWARD_MODEL = (
+    "reward models are not available yet; use a rule reward: reward.name=gsm8k or FILE.py:FUNCTION"
+)
+_NO_MULTI_TURN = "multi-turn rollouts and tools are not available; remove it"
+_NO_MULTIMODAL = "only text models are trained; remove it"
+_NO_FILTER = "dynamic sampling is not available yet; remove it"
+_TOKEN_BUDGET = "microbatches are always filled up to a token budget ({}); remove it"
+
+_ACTOR = "actor_rollout_ref.actor"
+_MEGATRON = f"{_ACTOR}.megatron"
+_MODEL = "actor_rollout_ref.model"
+_REF = "actor_rollout_ref.ref"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+# The first pattern that matches the whole dotted key counts.
+VERL_KEYS: dict[str, VerlKey] = {
+    "actor_rollout_ref.hybrid_engine": VerlKey(
+        "trainer and rollout always share the GPUs; remove it", (True,)
+    ),
+    "actor_rollout_ref.nccl_timeout": VerlKey("set cluster.collective_timeout_s (seconds)"),
+    # model
+    f"{_MODEL}.use_remove_padding": VerlKey("sequences are always packed without padding; set true", (True,)),
+    f"{_MODEL}.use_fused_kernels": VerlKey("kernels are chosen by the backend; remove it", (False,)),
+    f"{_MODEL}.use_shm": VerlKey("each rank reads only its part of the files; remove it", (False,)),
+    f"{_MODEL}.custom_chat_template": VerlKey("put the template into the tokenizer's files", (None,)),
+    f"{_MODEL}.external_lib": VerlKey("external model code is not loaded; remove it", (None,)),
+    f"{_MODEL}.override_config.moe_config.freeze_moe_router": VerlKey(f"set {_MEGATRON}.freeze_moe_router"),
+    f"{_MODEL}.override_config.*": VerlKey("edit the model directory's config.json"),
+    f"{_MODEL}.lora*": VerlKey("LoRA is not available; remove it", (0,)),
+    # actor
+    f"{_ACTOR}.strategy": VerlKey("the trainer is Megatron-core; set megatron", ("megatron",)),
+    f"{_ACTOR}.use_dynamic_bsz": VerlKey(
+        _TOKEN_BUDGET.format(f"{_ACTOR}.ppo_max_token_len_per_gpu"), (True,)
+    ),
+    f"{_ACTOR}.ppo_micro_batch_size": VerlKey(f"set {_ACTOR}.ppo_micro_batch_size_per_gpu", (None,)),
+    f"{_ACTOR}.grad_clip": VerlKey(f"set {_ACTOR}.optim.clip_grad"),
+    f"{_ACTOR}.use_torch_compile": VerlKey("the trainer is not compiled; set false", (False,)),
+    f"{_ACTOR}.data_loader_seed": VerlKey("set seed", (None,)),
+    f"{_ACTOR}.load_weight": VerlKey("weights are always loaded; set true", (True,)),
+    f"{_ACTOR}.ulysses_sequence_parallel_size": VerlKey("sequences are not split over ranks; set 1", (1,)),
+    f"{_ACTOR}.fsdp_config.*": VerlKey(f"FSDP is not available yet; set the layout under {_MEGATRON}"),
+    f"{_ACTOR}.checkpoint.async_save": VerlKey("saving is synchronous; set false", (False,)),
+    f"{_ACTOR}.checkpoint.*": VerlKey(
+        "checkpoints always hold the whole training state; see the checkpoint section"
+    ),
+    f"{_ACTOR}.profiler.*": VerlKey(_NO_PROFILER),
+    f"{_ACTOR}.policy_loss.*": VerlKey("this loss mode's option is not available; remove it"),
+    f"{_ACTOR}.optim.optimizer": VerlKey("the optimizer is AdamW; set adam", ("adam",)),
+    f"{_ACTOR}.optim.lr_warmup_steps_ratio": VerlKey(f"set {_ACTOR}.optim.lr_warmup_steps (steps)", (0.0, 0)),
+    f"{_ACTOR}.optim.warmup_style": VerlKey(f"set {_ACTOR}.optim.lr_decay_style", ("constant",)),
+    f"{_ACTOR}.optim.total_training_steps": VerlKey("set trainer.total_training_steps", (-1,)),
+    f"{_ACTOR}.optim.lr_warmup_init": VerlKey("warm-up starts from 0; set 0", (0.0, 0)),
+    f"{_ACTOR}.optim.lr_decay_steps": VerlKey("the decay ends with the training; remove it", (None,)),
+    f"{_ACTOR}.optim.weight_decay_incr_style": VerlKey("weight decay is constant", ("constant",)),
+    f"{_ACTOR}.optim.override_optimizer_config.*": VerlKey(f"only the keys of {_ACTOR}.optim exist"),
+    f"{_MEGATRON}.*_offload": VerlKey(_NO_OFFLOAD, (False,)),
+    f"{_MEGATRON}.virtual_pipeline_model_parallel_size": VerlKey(
+        "interleaved stages are not available", (None,)
+    ),
+    f"{_MEGATRON}.sequence_parallel": VerlKey("follows tensor_model_parallel_size; set true", (True,)),
+    f"{_MEGATRON}.use_mbridge": VerlKey("HF weights are always read directly; remove it", (True,)),
+    f"{_MEGATRON}.use_dist_checkpointing": VerlKey("checkpoints are safetensors; set false", (False,)),
+    f"{_MEGATRON}.dist_checkpointing_*": VerlKey(
+        "start from HF weights: actor_rollout_ref.model.path", (None, "")
+    ),
+    f"{_MEGATRON}.seed": VerlKey("set seed"),
+    f"{_MEGATRON}.dtype": VerlKey(f"set {_MODEL}.dtype"),
+    f"{_MEGATRON}.override_transformer_config.recompute_*": VerlKey(
+        f"set {_MODEL}.enable_gradient_checkpointing", (None,)
+    ),
+    f"{_MEGATRON}.override_*": VerlKey(f"only the keys of {_MEGATRON} and {_MODEL} exist"),
+    f"{_MEGATRON}.router_replay.*": VerlKey("router replay is not available yet; remove it"),
+    # ref
+    f"{_REF}.strategy": VerlKey("the reference policy runs in the trainer; set megatron", ("megatron",)),
+    f"{_REF}.log_prob_use_dynamic_bsz": VerlKey(
+        _TOKEN_BUDGET.format(f"{_REF}.log_prob_max_token_len_per_gpu"), (True,)
+    ),
+    f"{_REF}.log_prob_micro_batch_size": VerlKey(f"set {_REF}.log_prob_micro_batch_size_per_gpu", (None,)),
+    f"{_REF}.megatron.*_offload": VerlKey(_NO_OFFLOAD, (False,)),
+    f"{_REF}.*": VerlKey(_LAYOUT),
+    # rollout
+    f"{_ROLLOUT}.mode": VerlKey("the engine runs in the worker's process; remove it", ("sync", "async")),
+    f"{_ROLLOUT}.calculate_log_probs": VerlKey("rollout logprobs are always kept; set true", (True,)),
+    f"{_ROLLOUT}.do_sample": VerlKey(
+        f"greedy decoding is {_ROLLOUT}.val_kwargs.temperature=0; set true", (True,)
+    ),
+    f"{_ROLLOUT}.val_kwargs.do_sample": VerlKey("greedy is val_kwargs.temperature=0; remove it", (True,)),
+    f"{_ROLLOUT}.prompt_length": VerlKey("set data.max_prompt_length"),
+    f"{_ROLLOUT}.response_length": VerlKey("set data.max_response_length"),
+    f"{_ROLLOUT}.dtype": VerlKey(f"set {_MODEL}.dtype"),
+    f"{_ROLLOUT}.load_format": VerlKey("weights always come from the trainer", ("dummy",)),
+    f"{_ROLLOUT}.enable_chunked_prefill": VerlKey("prefill is always chunked; set true", (True,)),
+    f"{_ROLLOUT}.disable_log_stats": VerlKey("the engine's own log is off; set true", (True,)),
+    f"{_ROLLOUT}.skip_tokenizer_init": VerlKey("the engine works on tokens; set true", (True,)),
+    f"{_ROLLOUT}.multi_stage_wake_up": VerlKey("weights always wake before the KV cache; set true", (True,)),
+    f"{_ROLLOUT}.log_prob_use_dynamic_bsz": VerlKey(
+        _TOKEN_BUDGET.format(f"{_ROLLOUT}.log_prob_max_token_len_per_gpu"), (True,)
+    ),
+    f"{_ROLLOUT}.log_prob_micro_batch_size": VerlKey(
+        f"set {_ROLLOUT}.log_prob_micro_batch_size_per_gpu", (None,)
+    ),
+    f"{_ROLLOUT}.data_parallel_size": VerlKey(
+        "replicas are ranks / rollout.tensor_model_parallel_size; set 1", (1,)
+    ),
+    f"{_ROLLOUT}.expert_parallel_size": VerlKey(
+        "expert parallelism in the rollout is not available yet", (1,)
+    ),
+    f"{_ROLLOUT}.pipeline_model_parallel_size": VerlKey("the rollout has no pipeline stages; set 1", (1,)),
+    f"{_ROLLOUT}.update_weights_bucket_megabytes": VerlKey("set reshard.bucket_bytes"),
+    f"{_ROLLOUT}.engine_kwargs.*": VerlKey(f"only the keys of {_ROLLOUT} reach the engine"),
+    f"{_ROLLOUT}.enable_rollout_routing_replay": VerlKey("router replay is not available yet", (False,)),
+    f"{_ROLLOUT}.multi_turn.enable": VerlKey(_NO_MULTI_TURN, (False,)),
+    f"{_ROLLOUT}.multi_turn.*": VerlKey(_NO_MULTI_TURN),
+    f"{_ROLLOUT}.agent.*": VerlKey(_NO_MULTI_TURN),
+    f"{_ROLLOUT}.quantization": VerlKey("quantised rollouts are not available", (False, None)),
+    # algorithm
+    "algorithm.filter_groups.enable": VerlKey(_NO_FILTER, (False,)),
+    "algorithm.filter_groups.*": VerlKey(_NO_FILTER),
+    "algorithm.kl_ctrl.*": VerlKey("only the fixed KL controller exists: algorithm.kl_ctrl.kl_coef"),
+    "algorithm.rollout_correction.bypass_mode": VerlKey("trainer logprobs are always recomputed", (False,)),
+    "algorithm.rollout_correction.rollout_rs": VerlKey("rejection sampling is not available yet", (None,)),
+    "algorithm.rollout_correction.*": VerlKey("only rollout_is and rollout_is_threshold exist"),
+    "algorithm.use_pf_ppo": VerlKey("PF-PPO is not available", (False,)),
+    "algorithm.pf_ppo.*": VerlKey("PF-PPO is not available; remove it"),
+    # data
+    "data.tokenizer": VerlKey("the tokenizer of actor_rollout_ref.model.path is used", (None,)),
+    "data.return_raw_chat": VerlKey("not needed, messages are read from the rows; remove it", (True, False)),
+    "data.return_raw_input_ids": VerlKey("not needed; remove it", (False,)),
+    "data.return_full_prompt": VerlKey("not needed; remove it", (False,)),
+    "data.truncation": VerlKey("over-long prompts are dropped or refused, never cut: set error", ("error",)),
+    "data.seed": VerlKey("set seed", (None,)),
+    "data.reward_fn_key": VerlKey("the column is data_source", ("data_source",)),
+    "data.train_max_samples": VerlKey("training uses all rows; set -1", (-1,)),
+    "data.validation_shuffle": VerlKey("validation keeps the file's order; set false", (False,)),
+    "data.use_shm": VerlKey("not needed; remove it", (False,)),
+    "data.trust_remote_code": VerlKey(f"set {_MODEL}.trust_remote_code"),
+    "data.dataloader_num_workers": VerlKey("prompts are tokenised once at the start; remove it"),
+    "data.filter_overlong_prompts_workers": VerlKey("prompts are tokenised in one batch; remove it"),
+    "data.image_*": VerlKey(_NO_MULTIMODAL),
+    "data.video_*": VerlKey(_NO_MULTIMODAL),
+    "data.return_multi_modal_inputs": VerlKey(_NO_MULTIMODAL),
+    "data.apply_chat_template_kwargs.*": VerlKey("the chat template gets no options; remove it"),
+    "data.custom_cls.*": VerlKey(
+        "write the rows as .jsonl or .parquet; custom dataset classes are not loaded", (None,)
+    ),
+    "data.sampler.*": VerlKey("custom samplers are not available", (None,)),
+    # critic, rewards
+    "critic.*": VerlKey(_NO_CRITIC),
+    "reward_model.enable": VerlKey(_NO_REWARD_MODEL, (False,)),
+    "reward_model.reward_manager": VerlKey("rewards are computed by row; set naive", ("naive",)),
+    "reward_model.*": VerlKey(_NO_REWARD_MODEL),
+    "reward.reward_model.*": VerlKey(_NO_REWARD_MODEL),
+    "custom_reward_function.path": VerlKey("set reward.name=FILE.py:FUNCTION", (None,)),
+    "custom_reward_function.*": VerlKey("set reward.name=FILE.py:FUNCTION"),
+    "reward.custom_reward_function.*": VerlKey("set reward.name=FILE.py:FUNCTION"),
+    # trainer
+    "trainer.val_only": VerlKey("validation without training is not available; set false", (False,)),
+    "trainer.log_val_generations_*": VerlKey("set trainer.log_val_generations"),
+    "trainer.rollout_data_dir": VerlKey("rollouts are not dumped; remove it", (None,)),
+    "trainer.validation_data_dir": VerlKey("validation generations go to <run_dir>; remove it", (None,)),
+    "trainer.default_hdfs_dir": VerlKey("set trainer.default_local_dir on a shared file system", (None,)),
+    "trainer.max_actor_ckpt_to_keep": VerlKey("set checkpoint.keep"),
+    "trainer.max_critic_ckpt_to_keep": VerlKey(_NO_CRITIC, (None,)),
+    "trainer.del_local_ckpt_after_load": VerlKey(
+        "checkpoints stay until checkpoint.keep drops them", (False,)
+    ),
+    "trainer.ray_wait_register_center_timeout": VerlKey("set cluster.collective_timeout_s (seconds)"),
+    "trainer.use_legacy_worker_impl": VerlKey("there is one worker; remove it"),
+    "trainer.run_id": VerlKey("set run_dir"),
+    "ray_kwargs.*": VerlKey("set cluster.cpus_per_rank; Ray is started for you"),
+    "ray_init.*": VerlKey("set cluster.cpus_per_rank; Ray is started for you"),
+    "global_profiler.*": VerlKey(_NO_PROFILER),
+    "transfer_queue.*": VerlKey("not available; remove it"),
+}
+
+
+def verl_key(key: str) -> VerlKey | None:
+    """The entry for a dotted key that the schema doesn't have, or None if verl doesn't know it either."""
+    return next((entry for pattern, entry in VERL_KEYS.items() if fnmatchcase(key, pattern)), None)

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Sets up the environment, then lints, type-checks and runs the tests. The last line is pytest's.
+#
+# usage: bash scripts/test.sh [--quick] [pytest's arguments]        --quick: unit tests only, in about a minute
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+export OMP_NUM_THREADS=1 PYTHONPATH=$PWD
+bin=$PWD/${RLHPC_VENV:-.venv}/bin
+[[ ${RLHPC_VENV:-} == /* ]] && bin=$RLHPC_VENV/bin
+
+suites=(tests/unit tests/distributed)
+if [[ ${1:-} == --quick ]]; then
+    suites=(tests/unit)
+    shift
+fi
+"$bin/ruff" check --quiet .
+"$bin/ruff" format --check --quiet .
+"$bin/mypy"
+exec "$bin/python" -m pytest --durations=10 "${suites[@]}" "$@"
