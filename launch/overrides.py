@@ -49,12 +49,17 @@ def checked(arguments: Sequence[str], config_dir: Path) -> list[str]:
 
 def _unknown_options(override: Override, group: Path) -> list[str]:
     known = sorted(path.stem for path in group.glob("*.yaml"))
-    name = override.key_or_group
+    unknown = [option for option in _values(override) if isinstance(option, str) and option not in known]
     return [
-        f"{name}={option} is unknown; choose {' or '.join(get_close_matches(option, known)) or ', '.join(known)}"
-        for option in _values(override)
-        if isinstance(option, str) and option not in known
+        f"{override.key_or_group}={option} is unknown; {_nearest(option, known)}choose {', '.join(known)}"
+        for option in unknown
+        if option != MISSING
     ]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def _refusals(override: Override) -> list[str]:
@@ -78,6 +83,5 @@ def _values(override: Override) -> list[Any]:
 
 
 def _tree(key: str, value: Any) -> dict[str, Any]:
-    for name in reversed(key.split(".")):
-        value = {name: value}
-    return value
+    name, _, rest = key.partition(".")
+    return {name: _tree(rest, value) if rest else value}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -19,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from hydra.errors import HydraException  # noqa: E402
 from hydra.types import RunMode  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
+from yaml import YAMLError  # noqa: E402
 
 from launch.overrides import checked  # noqa: E402
 from rlhpc.config.load import defaults, load  # noqa: E402
@@ -29,37 +29,44 @@ USER_ERROR = 2
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
 def start(composed: DictConfig) -> None:
-    """Runs one composed configuration. A failed point ends a sweep."""
-    cfg = load(composed)
-    job = HydraConfig.get()
-    if job.mode is RunMode.MULTIRUN:
-        cfg.run_dir = f"{cfg.run_dir}/{job.job.num}"
+    """Runs one composed configuration; exits on failure, which also ends a sweep."""
     from rlhpc.config.checks import check_run
 
-    model_config = check_run(cfg)
-    if cfg.launch.dry_run:
-        from rlhpc.cli.plan import describe
+    try:
+        cfg = load(composed)
+        hydra_config = HydraConfig.get()
+        if hydra_config.mode is RunMode.MULTIRUN:
+            cfg.run_dir = f"{cfg.run_dir}/{hydra_config.job.num}"
+        model_config = check_run(cfg)
+        if cfg.launch.dry_run:
+            from rlhpc.cli.plan import describe
 
-        print(describe(cfg, model_config))
-        return
-    from rlhpc.train.run import run
+            print(describe(cfg, model_config))
+            return
+        from rlhpc.train.run import run
 
-    status = run(cfg)
+        status = run(cfg)
+    except RlhpcError as error:
+        status = refused(error)
     if status:
         raise SystemExit(status)
 
 
+def refused(error: Exception) -> int:
+    """Says what the user can mend, without a traceback."""
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return USER_ERROR
+
+
 def main() -> None:
     """Exits with 0, 2 for what the user can mend, or what the run returned."""
-    schema: dict[str, Any] = defaults()
-    ConfigStore.instance().store(name="schema", node=schema)
+    ConfigStore.instance().store(name="schema", node=defaults())
     try:
         sys.argv[1:] = checked(sys.argv[1:], CONFIGS)
         start()
-    except (RlhpcError, HydraException) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        raise SystemExit(USER_ERROR) from None
+    except (RlhpcError, HydraException, YAMLError) as error:
+        raise SystemExit(refused(error)) from None
 
 
 if __name__ == "__main__":

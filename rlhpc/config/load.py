@@ -25,7 +25,7 @@ MISSING = "???"  # OmegaConf's mark of a value that must be given
 def load(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
     """The typed configuration of `cfg` over the schema's defaults; interpolations resolved, paths absolute.
 
-    Raises ConfigError that lists every unknown key (with the nearest valid ones), wrong type and missing value.
+    Raises ConfigError that lists every unknown key (with the nearest valid ones), wrong type, missing value.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -72,7 +72,7 @@ def config_digest(cfg: RunConfig) -> str:
 def diff(
     old: RunConfig | Mapping[str, Any], new: RunConfig | Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of every leaf that differs, sorted; `???` stands for an absent leaf."""
+    """(dotted key, old value, new value) of every leaf that differs, sorted; `???` marks absent leaves."""
     trees = (asdict(c) if isinstance(c, RunConfig) else c for c in (old, new))
     before, after = (dict(_leaves("", tree)) for tree in trees)
     pairs = ((key, before.get(key, MISSING), after.get(key, MISSING)) for key in sorted({*before, *after}))
@@ -80,7 +80,7 @@ def diff(
 
 
 def suggest(key: str) -> str:
-    """ "; did you mean ...?" with the keys whose last part is nearest, or else near as a whole; "" if none is."""
+    """The end of a message: the keys whose last part is nearest, else near as a whole; "" if none is."""
     by_name: dict[str, list[str]] = {}
     for known, _ in _leaf_types():
         by_name.setdefault(known.rpartition(".")[2], []).append(known)
@@ -116,7 +116,7 @@ def _typed_keys(cls: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _build(cls: type, tree: Any, prefix: str, problems: list[str]) -> Any:
-    """An instance of the dataclass `cls`, defaults where `tree` says nothing. `problems` gets what is wrong."""
+    """An instance of dataclass `cls`, defaults where `tree` says nothing. `problems` gets what is wrong."""
     if not isinstance(tree, Mapping):
         names = ", ".join(f.name for f in fields(cls))
         problems.append(f"{prefix[:-1]}={tree!r} must be a section with the keys {names}")

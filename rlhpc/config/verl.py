@@ -1,5 +1,5 @@
 """Keys that verl recipes set and the schema doesn't have: accepted where they ask for what rlhpc does anyway,
-else refused with what to write instead (verl 0.9.1, verl/trainer/config/_generated_ppo_megatron_trainer.yaml)."""
+else refused with what to write instead (verl 0.9.1, trainer/config/_generated_ppo_megatron_trainer.yaml)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class VerlKey:
-    """The values of a verl key that may stay because they change nothing here, and what to do about the others."""
+    """Values of a verl key that may stay because they change nothing here, and what to do about others."""
 
     instead: str
     accepted: tuple[object, ...] = ()

@@ -1,0 +1,158 @@
+"""What a configuration asks of the machine: process grids, parameters, memory per rank. Pure; starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.layout.parallel import ParallelLayout
+from rlhpc.layout.spec import ShardSpec
+from rlhpc.reshard.families import family_for
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+GRADIENT_BYTES = 4  # Megatron's buffer, kept in float32
+MOMENT_BYTES = 8  # Adam's two, float32
+MASTER_BYTES = 4  # float32 copy of bfloat16 parameters
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Persistent bytes on one rank, without activations, logits, communication buffers and the KV cache."""
+
+    trainer_weights: int
+    gradients: int
+    optimizer: int
+    reference_weights: int
+    rollout_weights: int
+
+    @property
+    def total(self) -> int:
+        return (
+            self.trainer_weights
+            + self.gradients
+            + self.optimizer
+            + self.reference_weights
+            + self.rollout_weights
+        )
+
+
+def parameter_counts(cfg: RunConfig, model_config: Mapping[str, Any]) -> tuple[int, int]:
+    """(all parameters, those that one token passes through)."""
+    family = family_for(model_config)
+    facts = family.model_facts(model_config)
+    shapes = family.canonical_tensors(model_config)
+    total = sum(map(prod, shapes.values()))
+    experts = sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    idle = experts * (facts.num_experts - facts.experts_per_token) // max(1, facts.num_experts)
+    return total, total - idle
+
+
+def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMemory]:
+    """Persistent memory of every rank, from the very shard tables that place the weights."""
+    family, layout = family_for(model_config), trainer_layout(cfg)
+    ref, ranks = cfg.actor_rollout_ref, range(layout.world_size)
+    dtype = ref.model.dtype
+    size = DTYPE_BYTES[dtype]
+    trainer = family.trainer_specs(model_config, layout, dtype)
+    rollout = family.rollout_specs(model_config, ref.rollout.tensor_model_parallel_size, ranks, dtype)
+    dense, experts = (_elements(group, layout.world_size) for group in _split(trainer))
+    engine = _elements(rollout, layout.world_size)
+    per_element = MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
+    dp, edp = data_parallel(layout)
+    needs_reference = ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
+    return [
+        RankMemory(
+            trainer_weights=(dense[rank] + experts[rank]) * size,
+            gradients=(dense[rank] + experts[rank]) * GRADIENT_BYTES,
+            optimizer=(dense[rank] // dp + experts[rank] // edp) * per_element,
+            reference_weights=(dense[rank] + experts[rank]) * size if needs_reference else 0,
+            rollout_weights=engine[rank] * size,
+        )
+        for rank in ranks
+    ]
+
+
+def trainer_layout(cfg: RunConfig) -> ParallelLayout:
+    """The trainer's grids over all ranks of all nodes."""
+    megatron = cfg.actor_rollout_ref.actor.megatron
+    return ParallelLayout(
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        cp=megatron.context_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size,
+        world_size=cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node,
+    )
+
+
+def data_parallel(layout: ParallelLayout) -> tuple[int, int]:
+    """(replicas of the dense layers, replicas of the experts)."""
+    dense = layout.tp * layout.cp * layout.pp
+    return layout.world_size // dense, layout.world_size // (layout.etp * layout.ep * layout.pp)
+
+
+def describe(cfg: RunConfig, model_config: Mapping[str, Any]) -> str:
+    """The plan as text: grids, batch, parameters and the fullest rank's memory."""
+    return "\n".join(_lines(cfg, model_config))
+
+
+def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
+    ref, layout = cfg.actor_rollout_ref, trainer_layout(cfg)
+    dp, edp = data_parallel(layout)
+    total, active = parameter_counts(cfg, model_config)
+    replicas = layout.world_size // ref.rollout.tensor_model_parallel_size
+    batch = cfg.data.train_batch_size
+    updates = batch // ref.actor.ppo_mini_batch_size * ref.actor.ppo_epochs
+    yield f"model     {model_config['model_type']}, {total:,} parameters, {active:,} per token, {ref.model.dtype}"
+    yield f"ranks     {layout.world_size} = {cfg.trainer.nnodes} nodes * {cfg.trainer.n_gpus_per_node}"
+    yield f"trainer   dense    tp={layout.tp} cp={layout.cp} pp={layout.pp} dp={dp}"
+    yield f"          experts  etp={layout.etp} ep={layout.ep} pp={layout.pp} edp={edp}"
+    yield f"rollout   {replicas} replicas of tp={ref.rollout.tensor_model_parallel_size}"
+    yield (
+        f"step      {batch} prompts * n={ref.rollout.n} = {batch * ref.rollout.n} trajectories, "
+        f"{updates} optimizer steps"
+    )
+    yield f"writes    {cfg.run_dir}"
+    yield ""
+    yield from _memory_table(rank_memory(cfg, model_config))
+
+
+def _memory_table(memory: Sequence[RankMemory]) -> Iterator[str]:
+    rank = max(range(len(memory)), key=lambda r: memory[r].total)
+    fullest = memory[rank]
+    yield f"memory of the fullest rank ({rank}), without activations and KV cache"
+    for name in (
+        "trainer_weights",
+        "gradients",
+        "optimizer",
+        "reference_weights",
+        "rollout_weights",
+        "total",
+    ):
+        yield f"  {name.replace('_', ' '):<18}{readable(getattr(fullest, name)):>12}"
+
+
+def readable(num_bytes: float) -> str:
+    """A size with a binary unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
+
+
+def _split(specs: Sequence[ShardSpec]) -> tuple[list[ShardSpec], list[ShardSpec]]:
+    """Dense and expert tensors: they are replicated, hence their optimizer state sharded, over other ranks."""
+    return [s for s in specs if ".experts." not in s.name], [s for s in specs if ".experts." in s.name]
+
+
+def _elements(specs: Sequence[ShardSpec], world_size: int) -> list[int]:
+    counts = [0] * world_size
+    for spec in specs:
+        for shard in spec.shards:
+            extents = (b - a for a, b in zip(shard.start, shard.stop, strict=True))
+            counts[shard.rank] += prod(extents)
+    return counts

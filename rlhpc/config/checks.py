@@ -1,0 +1,283 @@
+"""Cross-field checks, all made before anything starts. Each violation says key=value, the limit and a fix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.config.ranges import out_of_range, unknown_names
+from rlhpc.config.schema import RunConfig
+from rlhpc.errors import ConfigError, DataError, ModelError
+from rlhpc.layout.parallel import divisors
+
+if TYPE_CHECKING:
+    from rlhpc.reshard.families import ModelFacts
+
+MAKE_TINY = "python scripts/make_tiny_model.py"
+GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")  # the group is the baseline
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_MEGATRON, _ROLLOUT_TP = f"{_ACTOR}.megatron", f"{_ROLLOUT}.tensor_model_parallel_size"
+
+
+@dataclass(frozen=True)
+class _Case:
+    cfg: RunConfig
+    facts: ModelFacts
+    world_size: int
+
+
+def check_run(cfg: RunConfig) -> dict[str, Any]:
+    """Checks files, model and configuration; returns the parsed config.json. Raises RlhpcError."""
+    if cfg.launch.mode == "slurm":
+        raise ConfigError("launch.mode=slurm is not available yet; use launch=local inside an allocation")
+    _check_files(cfg)
+    model_config = read_model_config(cfg.actor_rollout_ref.model.path)
+    check(cfg, model_config, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
+    return model_config
+
+
+def read_model_config(path: str | Path) -> dict[str, Any]:
+    """The parsed `config.json` of an HF model directory.
+
+    Raises ModelError: no directory or file, not JSON, or a family that isn't known.
+    """
+    from rlhpc.reshard.families import family_for
+
+    file = Path(path) / "config.json"
+    if not Path(path).is_dir():
+        raise ModelError(f"actor_rollout_ref.model.path={path} is not a directory; {_fix_path(path)}")
+    try:
+        model_config = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise ModelError(f"{file} is missing; model.path must be an HF model directory") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{file} can't be read as JSON: {error}; copy the model directory again") from error
+    if not isinstance(model_config, dict):
+        raise ModelError(f"{file} holds a JSON {type(model_config).__name__}, not an object of settings")
+    family_for(model_config)
+    return model_config
+
+
+def check(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int) -> None:
+    """Raises ConfigError that lists every violation, one a line; ModelError where the model isn't supported.
+
+    `model_config` is the parsed HF config.json; `world_size` the number of ranks over all nodes.
+    """
+    from rlhpc.reshard.families import model_facts
+
+    problems = [*out_of_range(cfg), *unknown_names(cfg)]
+    if not problems:  # the arithmetic below wants sizes of at least 1
+        case = _Case(cfg, model_facts(model_config), world_size)
+        problems = [problem for rule in _RULES for problem in rule(case)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _check_files(cfg: RunConfig) -> None:
+    from rlhpc.data.readers import data_files
+
+    for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
+        try:
+            if files is not None:
+                data_files(files)
+        except DataError as error:
+            raise DataError(f"{key}: {error}; {_fix_path(str(files))}") from error
+
+
+def _fix_path(path: str | Path) -> str:
+    return f"run {MAKE_TINY} first" if "tiny_arithmetic" in str(path) else "check the path"
+
+
+def _choose(choices: list[int]) -> str:
+    shown = choices if len(choices) <= 8 else [*choices[:7], "..."]
+    return f"choose {', '.join(map(str, shown))}"
+
+
+def _must_divide(key: str, value: int, name: str, total: int) -> Iterator[str]:
+    if total % value:
+        yield f"{key}={value} must divide {name}={total}; {_choose(divisors(total))}"
+
+
+def _layout(case: _Case) -> Iterator[str]:
+    megatron, ranks = case.cfg.actor_rollout_ref.actor.megatron, case.world_size
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    where = f"the {ranks} ranks (trainer.nnodes * trainer.n_gpus_per_node)"
+    if megatron.context_parallel_size != 1:
+        yield f"{_MEGATRON}.context_parallel_size={megatron.context_parallel_size}: not available yet; set 1"
+    if ranks % (tp * pp):
+        yield (
+            f"{_MEGATRON}: tensor_model_parallel_size={tp} * pipeline_model_parallel_size={pp} = {tp * pp} "
+            f"must divide {where}; {_choose(divisors(ranks))} as their product"
+        )
+    if ranks % (ep * etp * pp):
+        yield (
+            f"{_MEGATRON}: expert_model_parallel_size={ep} * expert_tensor_parallel_size={etp} * "
+            f"pipeline_model_parallel_size={pp} = {ep * etp * pp} must divide {where}; "
+            f"{_choose(divisors(ranks))} as their product"
+        )
+    if ranks % case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size:
+        rollout_tp = case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+        yield f"{_ROLLOUT_TP}={rollout_tp} must divide {where}; {_choose(divisors(ranks))}"
+    if case.cfg.trainer.nnodes > 1:
+        yield f"trainer.nnodes={case.cfg.trainer.nnodes} needs launch=slurm, not available yet; set 1"
+
+
+def _model(case: _Case) -> Iterator[str]:
+    megatron, facts = case.cfg.actor_rollout_ref.actor.megatron, case.facts
+    rollout_tp = case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    trainer_tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    for key, tp in ((f"{_MEGATRON}.tensor_model_parallel_size", trainer_tp), (_ROLLOUT_TP, rollout_tp)):
+        yield from _must_divide(key, tp, "num_attention_heads", facts.num_heads)
+        if facts.num_kv_heads % tp and tp % facts.num_kv_heads:
+            yield (
+                f"{key}={tp} must divide num_key_value_heads={facts.num_kv_heads} or be a multiple of it; "
+                f"{_choose(divisors(facts.num_kv_heads))} or a multiple of {facts.num_kv_heads}"
+            )
+    yield from _must_divide(
+        f"{_MEGATRON}.pipeline_model_parallel_size", pp, "num_hidden_layers", facts.num_layers
+    )
+    padded_vocab = -(-facts.vocab_size // 64) * 64  # vLLM's padding
+    yield from _must_divide(_ROLLOUT_TP, rollout_tp, "the padded vocabulary", padded_vocab)
+    yield from (_experts if facts.num_experts else _dense_mlp)(case)
+
+
+def _experts(case: _Case) -> Iterator[str]:
+    megatron, facts = case.cfg.actor_rollout_ref.actor.megatron, case.facts
+    rollout_tp, width = (
+        case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size,
+        facts.moe_intermediate_size,
+    )
+    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    yield from _must_divide(f"{_MEGATRON}.expert_model_parallel_size", ep, "num_experts", facts.num_experts)
+    yield from _must_divide(f"{_MEGATRON}.expert_tensor_parallel_size", etp, "moe_intermediate_size", width)
+    yield from _must_divide(_ROLLOUT_TP, rollout_tp, "moe_intermediate_size", width)
+
+
+def _dense_mlp(case: _Case) -> Iterator[str]:
+    megatron, width = case.cfg.actor_rollout_ref.actor.megatron, case.facts.intermediate_size
+    rollout_tp = case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if (size := getattr(megatron, name)) != 1:
+            yield f"{_MEGATRON}.{name}={size} needs a mixture of experts, this model has none; set 1"
+    trainer_tp = megatron.tensor_model_parallel_size
+    yield from _must_divide(f"{_MEGATRON}.tensor_model_parallel_size", trainer_tp, "intermediate_size", width)
+    yield from _must_divide(_ROLLOUT_TP, rollout_tp, "intermediate_size", width)
+
+
+def _batches(case: _Case) -> Iterator[str]:
+    actor, rollout, data = case.cfg.actor_rollout_ref.actor, case.cfg.actor_rollout_ref.rollout, case.cfg.data
+    mini, batch = actor.ppo_mini_batch_size, data.train_batch_size
+    yield from _must_divide(f"{_ACTOR}.ppo_mini_batch_size", mini, "data.train_batch_size", batch)
+    replicas = case.world_size // rollout.tensor_model_parallel_size
+    if batch < replicas:
+        yield (
+            f"data.train_batch_size={batch} is below the {replicas} rollout replicas (ranks / rollout "
+            f"tensor_model_parallel_size); set at least {replicas}"
+        )
+    if 0 < rollout.chunk_prompts < replicas:
+        yield (
+            f"{_ROLLOUT}.chunk_prompts={rollout.chunk_prompts} is below the {replicas} rollout "
+            f"replicas; set 0 or at least {replicas}"
+        )
+    model_parallel = actor.megatron.tensor_model_parallel_size * actor.megatron.pipeline_model_parallel_size
+    dp = max(1, case.world_size // model_parallel)
+    if mini * rollout.n % dp:
+        yield (
+            f"{_ACTOR}.ppo_mini_batch_size={mini} * rollout.n={rollout.n} = "
+            f"{mini * rollout.n} trajectories must be a multiple of the {dp} data-parallel ranks; set n "
+            f"or the mini-batch to a multiple of {dp}"
+        )
+
+
+def _lengths(case: _Case) -> Iterator[str]:
+    ref, data = case.cfg.actor_rollout_ref, case.cfg.data
+    longest = data.max_prompt_length + data.max_response_length
+    told = (
+        f"data: max_prompt_length={data.max_prompt_length} + max_response_length={data.max_response_length}"
+    )
+    limits = (
+        ("the model's max_position_embeddings", case.facts.max_positions, "shorten one of them"),
+        (
+            f"{_ROLLOUT}.max_model_len",
+            ref.rollout.max_model_len,
+            f"set it to {longest} or null",
+        ),
+        (f"{_ACTOR}.ppo_max_token_len_per_gpu", ref.actor.ppo_max_token_len_per_gpu, ""),
+        (
+            f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
+            ref.rollout.log_prob_max_token_len_per_gpu,
+            "",
+        ),
+        ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", ref.ref.log_prob_max_token_len_per_gpu, ""),
+    )
+    for name, limit, fix in limits:
+        if limit is not None and longest > limit:
+            yield f"{told} = {longest} tokens exceed {name}={limit}; {fix or f'set it to at least {longest}'}"
+    if ref.rollout.max_num_batched_tokens < ref.rollout.max_num_seqs:
+        yield (
+            f"{_ROLLOUT}.max_num_seqs={ref.rollout.max_num_seqs} exceeds max_num_batched_tokens="
+            f"{ref.rollout.max_num_batched_tokens}; a decoding sequence takes one token of each engine step: "
+            f"set max_num_seqs to at most {ref.rollout.max_num_batched_tokens}"
+        )
+
+
+def _algorithm(case: _Case) -> Iterator[str]:
+    cfg = case.cfg
+    algorithm, n = cfg.algorithm, cfg.actor_rollout_ref.rollout.n
+    if algorithm.adv_estimator in GROUP_ESTIMATORS and n < 2:
+        yield (
+            f"{_ROLLOUT}.n={n} leaves algorithm.adv_estimator={algorithm.adv_estimator} without a "
+            "group to compare with; set n to at least 2, or adv_estimator=reinforce_plus_plus"
+        )
+    group = "use algorithm.adv_estimator=grpo or another group estimator"
+    if algorithm.adv_estimator == "gae" or algorithm.use_critic or cfg.critic.enable:
+        asked = {
+            "algorithm.adv_estimator=gae": algorithm.adv_estimator == "gae",
+            "algorithm.use_critic=true": algorithm.use_critic,
+            "critic.enable=true": cfg.critic.enable,
+        }
+        yield f"{' and '.join(k for k, on in asked.items() if on)}: the critic is not available yet; {group}"
+    if algorithm.adv_estimator == "remax":
+        yield f"algorithm.adv_estimator=remax needs greedy baselines, which are not sampled yet; {group}"
+    if cfg.trainer.critic_warmup:
+        yield f"trainer.critic_warmup={cfg.trainer.critic_warmup} needs the critic, not available yet; set 0"
+
+
+def _trainer(case: _Case) -> Iterator[str]:
+    trainer, actor, data = case.cfg.trainer, case.cfg.actor_rollout_ref.actor, case.cfg.data
+    if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
+        yield (
+            f"trainer.resume_mode={trainer.resume_mode} with resume_from_path={trainer.resume_from_path}; "
+            "set both (resume_mode=resume_path) or neither"
+        )
+    if trainer.test_freq > 0 and not data.val_files:
+        yield f"trainer.test_freq={trainer.test_freq} needs data.val_files; give them, or set test_freq=-1"
+    if actor.optim.lr_decay_style != "constant" and trainer.total_training_steps is None:
+        yield (
+            f"{_ACTOR}.optim.lr_decay_style={actor.optim.lr_decay_style} must know where it ends; "
+            "set trainer.total_training_steps, or lr_decay_style=constant"
+        )
+    if not trainer.balance_batch:
+        yield "trainer.balance_batch=false is not available: packing always evens out tokens; set true"
+    if not actor.megatron.use_distributed_optimizer:
+        yield f"{_MEGATRON}.use_distributed_optimizer=false is not available; set true"
+    if actor.megatron.moe_aux_loss_coeff:
+        yield (
+            f"{_MEGATRON}.moe_aux_loss_coeff={actor.megatron.moe_aux_loss_coeff} is not available: it would "
+            "bias the policy gradient; set 0"
+        )
+
+
+_RULES: tuple[Callable[[_Case], Iterator[str]], ...] = (
+    _layout,
+    _model,
+    _batches,
+    _lengths,
+    _algorithm,
+    _trainer,
+)
