@@ -62,7 +62,7 @@ def test_reinforce_plus_plus_baseline_whitens_tokens_not_sequences() -> None:
 
 
 def test_reinforce_plus_plus_discounts_over_response_tokens_only() -> None:
-    # Row 0: tokens at 0 and 2 (1 is a tool's), reward 4 at the end, gamma 0.5: returns 2, -, 4. Row 1: returns 0.
+    # Row 0: tokens at 0 and 2 (1 is a tool's), reward 4 at the end, gamma 0.5: returns 2, -, 4. Row 1: 0.
     rewards = torch.tensor([[0.0, 9.0, 4.0], [0.0, 0.0, 0.0]])
     mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
     advantages, returns = ESTIMATORS["reinforce_plus_plus"](rewards, mask, torch.tensor([0, 1]), gamma=0.5)
@@ -82,7 +82,7 @@ def test_remax_subtracts_the_greedy_reward() -> None:
 
 def test_gae_by_hand() -> None:
     # gamma 0.5, lambda 0.5. Row 0, values 1, 2: delta_1 = 3 - 2 = 1, delta_0 = 0 + 0.5·2 - 1 = 0,
-    # A_1 = 1, A_0 = 0 + 0.25·1 = 0.25; returns 1.25, 3. Row 1, value 4 and padding of value 100: A_0 = 1 - 4 = -3.
+    # A_1 = 1, A_0 = 0 + 0.25·1 = 0.25; returns 1.25, 3. Row 1, value 4 then padding of 100: A_0 = 1 - 4 = -3.
     rewards = torch.tensor([[0.0, 3.0], [1.0, 0.0]])
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     values = torch.tensor([[1.0, 2.0], [4.0, 100.0]])
@@ -93,6 +93,19 @@ def test_gae_by_hand() -> None:
     torch.testing.assert_close(
         advantages, torch.tensor([[white[0], white[1]], [white[2], 0.0]], dtype=torch.float32)
     )
+
+
+def test_gae_steps_over_masked_tokens() -> None:
+    """Tokens of a tool between response tokens change nothing: as if they were cut out."""
+    whole = torch.tensor([[0.5, 1.0, 2.0], [1.0, 0.0, 3.0]])  # rewards; values are twice that
+    gap = torch.tensor([[0.5, 70.0, 1.0, 2.0], [1.0, 0.0, -80.0, 3.0]])
+    mask = torch.tensor([[1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0]])
+    options = {"gamma": 0.9, "lam": 0.8}
+    cut = ESTIMATORS["gae"](whole, torch.ones(2, 3), torch.arange(2), values=2 * whole, **options)
+    stepped = ESTIMATORS["gae"](gap, mask, torch.arange(2), values=2 * gap, **options)
+    for expected, got in zip(cut, stepped, strict=True):
+        torch.testing.assert_close(got[mask > 0].view(2, 3), expected)
+        assert torch.equal(got[mask == 0], torch.zeros(2))
 
 
 def gae_loop(
@@ -158,7 +171,7 @@ def test_group_estimators_against_loops(scores: list[float], group_of: list[int]
 
 @pytest.mark.parametrize("name", OUTCOME)
 def test_equal_rewards_teach_exactly_nothing(name: str) -> None:
-    # 0.1 has no exact binary form: a float32 mean of seven of them differs from it and std + eps would blow that up.
+    # 0.1 has no exact binary form: a float32 mean of seven may differ, and 1 / (std + eps) blows that up.
     rewards, mask = outcome_batch([0.1] * 7, [1, 1, 1, 1, 1, 1, 1], 2)
     advantages, _ = ESTIMATORS[name](rewards, mask, torch.zeros(7, dtype=torch.int64))
     assert torch.equal(advantages, torch.zeros(7, 2))

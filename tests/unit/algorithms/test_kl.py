@@ -39,7 +39,7 @@ def test_k3_is_clamped() -> None:
 
 
 def test_estimators_against_the_exact_kl() -> None:
-    """Over all tokens of a distribution: k1 and k3 have KL as expectation, k2+ and k3+ its gradient (k1, k3 don't)."""
+    """Over all tokens of a distribution: k1 and k3 have KL as expectation, k1+, k2 and k3+ its gradient."""
     logits = torch.tensor([0.3, -0.7, 1.1, 0.0], requires_grad=True)
     reference = torch.tensor([0.1, 0.2, -0.3, 0.4]).log_softmax(-1)
     logprobs = logits.log_softmax(-1)

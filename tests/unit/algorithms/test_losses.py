@@ -72,8 +72,8 @@ def policy_loss(
     return loss.item(), gradient[0].tolist(), {name: value.item() for name, value in metrics.items()}
 
 
-# Every region of the clipped surrogate with A = ±2: its loss -A·r, or the clip's, and dL/dlogp = -A·r where the ratio
-# still acts, 0 where a clip has taken over. Low is 0.8, high 1.3, the dual clip is at 3.
+# Every region of the clipped surrogate with A = ±2: its loss -A·r, or the clip's, and dL/dlogp = -A·r where
+# the ratio still acts, 0 where a clip has taken over. Low is 0.8, high 1.3, the dual clip is at 3.
 REGIONS = [
     # ratio, advantage, loss, gradient, clipped, clipped_lower
     (1.1, 2.0, -2.2, -2.2, 0, 0),
@@ -123,7 +123,7 @@ def test_rollout_weights_scale_each_token() -> None:
 
 
 def test_gspo_clips_the_geometric_mean_and_reaches_every_token() -> None:
-    # Ratios 1.44 and 1: the sequence's is sqrt(1.44) = 1.2. Unclipped at high 0.3: loss and gradient -A·1.2 a token.
+    # Ratios 1.44 and 1: the sequence's is sqrt(1.44) = 1.2. Unclipped at high 0.3: loss, gradient -A·1.2.
     loss, gradient, metrics = policy_loss(
         "gspo", [1.44, 1.0], [1.0, 1.0], loss_agg_mode="seq-mean-token-mean"
     )
@@ -196,7 +196,7 @@ def test_only_the_policy_is_differentiated() -> None:
     data=st.data(),
 )
 def test_any_split_adds_up_to_the_whole(seed: int, name: str, mode: str, data: st.DataObject) -> None:
-    """Loss, gradient and metrics of microbatches of any sizes, each padded to its own width, sum to the batch's."""
+    """Loss, gradient and metrics of microbatches, each padded to its own width, sum to the whole batch's."""
     rows, width = 7, 6
     generator = torch.Generator().manual_seed(seed)
     draw = lambda: torch.randn(rows, width, generator=generator)  # noqa: E731
