@@ -1,9 +1,9 @@
-"""What a configuration asks of the machine: process grids, parameters, memory per rank. Pure; starts nothing."""
+"""What a configuration asks of the machine: process grids, parameters, memory per rank. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -30,16 +30,10 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return (
-            self.trainer_weights
-            + self.gradients
-            + self.optimizer
-            + self.reference_weights
-            + self.rollout_weights
-        )
+        return sum(asdict(self).values())
 
 
-def parameter_counts(cfg: RunConfig, model_config: Mapping[str, Any]) -> tuple[int, int]:
+def parameter_counts(model_config: Mapping[str, Any]) -> tuple[int, int]:
     """(all parameters, those that one token passes through)."""
     family = family_for(model_config)
     facts = family.model_facts(model_config)
@@ -61,13 +55,12 @@ def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMem
     dense, experts = (_elements(group, layout.world_size) for group in _split(trainer))
     engine = _elements(rollout, layout.world_size)
     per_element = MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
-    dp, edp = data_parallel(layout)
     needs_reference = ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
     return [
         RankMemory(
             trainer_weights=(dense[rank] + experts[rank]) * size,
             gradients=(dense[rank] + experts[rank]) * GRADIENT_BYTES,
-            optimizer=(dense[rank] // dp + experts[rank] // edp) * per_element,
+            optimizer=(dense[rank] // layout.dp + experts[rank] // layout.edp) * per_element,
             reference_weights=(dense[rank] + experts[rank]) * size if needs_reference else 0,
             rollout_weights=engine[rank] * size,
         )
@@ -88,12 +81,6 @@ def trainer_layout(cfg: RunConfig) -> ParallelLayout:
     )
 
 
-def data_parallel(layout: ParallelLayout) -> tuple[int, int]:
-    """(replicas of the dense layers, replicas of the experts)."""
-    dense = layout.tp * layout.cp * layout.pp
-    return layout.world_size // dense, layout.world_size // (layout.etp * layout.ep * layout.pp)
-
-
 def describe(cfg: RunConfig, model_config: Mapping[str, Any]) -> str:
     """The plan as text: grids, batch, parameters and the fullest rank's memory."""
     return "\n".join(_lines(cfg, model_config))
@@ -101,15 +88,15 @@ def describe(cfg: RunConfig, model_config: Mapping[str, Any]) -> str:
 
 def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
     ref, layout = cfg.actor_rollout_ref, trainer_layout(cfg)
-    dp, edp = data_parallel(layout)
-    total, active = parameter_counts(cfg, model_config)
+    total, active = parameter_counts(model_config)
     replicas = layout.world_size // ref.rollout.tensor_model_parallel_size
     batch = cfg.data.train_batch_size
     updates = batch // ref.actor.ppo_mini_batch_size * ref.actor.ppo_epochs
-    yield f"model     {model_config['model_type']}, {total:,} parameters, {active:,} per token, {ref.model.dtype}"
+    model = f"{model_config['model_type']}, {ref.model.dtype}"
+    yield f"model     {model}, {total:,} parameters, {active:,} per token"
     yield f"ranks     {layout.world_size} = {cfg.trainer.nnodes} nodes * {cfg.trainer.n_gpus_per_node}"
-    yield f"trainer   dense    tp={layout.tp} cp={layout.cp} pp={layout.pp} dp={dp}"
-    yield f"          experts  etp={layout.etp} ep={layout.ep} pp={layout.pp} edp={edp}"
+    yield f"trainer   dense    tp={layout.tp} cp={layout.cp} pp={layout.pp} dp={layout.dp}"
+    yield f"          experts  etp={layout.etp} ep={layout.ep} pp={layout.pp} edp={layout.edp}"
     yield f"rollout   {replicas} replicas of tp={ref.rollout.tensor_model_parallel_size}"
     yield (
         f"step      {batch} prompts * n={ref.rollout.n} = {batch * ref.rollout.n} trajectories, "
@@ -124,15 +111,8 @@ def _memory_table(memory: Sequence[RankMemory]) -> Iterator[str]:
     rank = max(range(len(memory)), key=lambda r: memory[r].total)
     fullest = memory[rank]
     yield f"memory of the fullest rank ({rank}), without activations and KV cache"
-    for name in (
-        "trainer_weights",
-        "gradients",
-        "optimizer",
-        "reference_weights",
-        "rollout_weights",
-        "total",
-    ):
-        yield f"  {name.replace('_', ' '):<18}{readable(getattr(fullest, name)):>12}"
+    for name, num_bytes in [*asdict(fullest).items(), ("total", fullest.total)]:
+        yield f"  {name.replace('_', ' '):<18}{readable(num_bytes):>12}"
 
 
 def readable(num_bytes: float) -> str:

@@ -1,0 +1,65 @@
+"""The `rlhpc` command. Each subcommand imports what it needs, so that `rlhpc --help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhpc.errors import ConfigError, RlhpcError
+
+USER_ERROR = 2
+LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "run.py"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; returns the exit code (2: something that the user can mend)."""
+    args, rest = _parser().parse_known_args(argv)
+    if rest and args.command not in ("train", "plan"):
+        _parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        if args.command == "train":
+            _launch(rest)
+        if args.command == "plan":
+            _launch([*rest, "launch.dry_run=true"])
+        if args.command == "report":
+            from rlhpc.cli.report import report
+
+            print(report(Path(args.run_dir), Path(args.plot) if args.plot else None))
+    except RlhpcError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return USER_ERROR
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("rlhpc", description="reinforcement learning for MoE language models")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what in (
+        ("train", "train here, or go on with an interrupted run"),
+        ("plan", "print the layout and the memory plan, start nothing"),
+    ):
+        commands.add_parser(
+            name,
+            help=what,
+            description=f"{what}; takes what launch/run.py takes: experiment=tiny_arithmetic KEY=VALUE ...",
+            add_help=False,
+        )
+    report = commands.add_parser("report", help="summarise a run and plot it")
+    report.add_argument("run_dir", metavar="RUN_DIR", help="the directory with metrics.jsonl")
+    report.add_argument("--plot", metavar="PNG", help="where the plot goes (default: RUN_DIR/report.png)")
+    return parser
+
+
+def _launch(arguments: Sequence[str]) -> None:
+    """Becomes launch/run.py, the one entry that composes configurations."""
+    if not LAUNCHER.is_file():
+        raise ConfigError(f"{LAUNCHER} is missing; install rlhpc from its repository with: pip install -e .")
+    os.execv(sys.executable, [sys.executable, str(LAUNCHER), *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
