@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import time
-from collections.abc import Mapping
+import random
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from rlhpc.config.schema import RunConfig
+from rlhpc.data.types import Completion
+from rlhpc.errors import EngineError
 from rlhpc.train.protocols import SamplingSpec
 
 Weights = Mapping[str, torch.Tensor]
+Prompts = Sequence[tuple[int, Sequence[int]]]
 
 
 def run_config(world_size: int, tp: int, **rollout: Any) -> RunConfig:
@@ -57,7 +63,7 @@ def new_engine(model_dir: str, tp: int, ident: str, **rollout: Any) -> Any:
 
 
 @contextmanager
-def engine(model_dir: str, tp: int, ident: str, **rollout: Any) -> Any:
+def engine(model_dir: str, tp: int, ident: str, **rollout: Any) -> Iterator[Any]:
     running = new_engine(model_dir, tp, ident, **rollout)
     try:
         yield running
@@ -71,11 +77,9 @@ def read_weights(model_dir: str) -> Weights:
     return load_file(Path(model_dir, "model.safetensors"))
 
 
-def publish(running: Any, weights: Weights) -> float:
-    """Writes this rank's boxes of the canonical tensors; returns the seconds that building and adopting took."""
-    started = time.perf_counter()
+def publish(running: Any, weights: Weights) -> None:
+    """Writes this rank's boxes of the canonical tensors."""
     buffers = running.begin_publish()
-    seconds = time.perf_counter() - started
     rank = int(os.environ["RANK"])
     for tensor in running.sink_specs():
         for shard in tensor.shards:
@@ -87,6 +91,151 @@ def publish(running: Any, weights: Weights) -> float:
                 )
                 source = tuple(slice(a, b) for a, b in zip(shard.start, shard.stop, strict=True))
                 buffers[shard.buffer][index] = weights[tensor.name][source]
-    started = time.perf_counter()
     running.end_publish(1)
-    return seconds + time.perf_counter() - started
+
+
+def raw_generate(running: Any, prompts: Prompts, num_tokens: int = 8) -> list[dict[str, Any]]:
+    """Samples straight from vLLM, whose prefix cache then stays as it is."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=7 + i)
+        for i in range(len(prompts))
+    ]
+    outputs = running._llm.generate([{"prompt_token_ids": ids} for _, ids in prompts], params, use_tqdm=False)
+    return [
+        {
+            "prompt": ids,
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [next(iter(at.values())).logprob for at in output.outputs[0].logprobs],
+            "cached": output.num_cached_tokens,
+        }
+        for (_, ids), output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def change_weights(running: Any, weights: Weights, how: str) -> None:
+    if how == "publish":
+        publish(running, weights)
+    else:
+        running._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
+
+
+def refit(old: str, new: str, how: str, prompts: Prompts) -> dict[str, Any]:
+    """Generates with the old weights twice, changes them all, and generates again."""
+    with engine(old, 2, "rlhpcrefit") as running:
+        publish(running, read_weights(old))
+        raw_generate(running, prompts)
+        samples = {"old": raw_generate(running, prompts)}
+        change_weights(running, read_weights(new), how)
+        samples["new"] = raw_generate(running, prompts)
+        return samples
+
+
+def scramble_generators(rank: int) -> None:
+    """Leaves every global generator of this process in a state that no other rank is in."""
+    torch.manual_seed(1000 + rank)
+    torch.rand(17 * (rank + 1))
+    np.random.seed(2000 + rank)
+    np.random.rand(5 * (rank + 1))
+    random.seed(3000 + rank)
+
+
+def generator_states() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def rollout(model_dir: str, prompts: Prompts, specs: dict[str, SamplingSpec]) -> dict[str, Any]:
+    """One engine through everything that `generate` promises; test_vllm.py judges what comes back."""
+    rank = int(os.environ["RANK"])
+    with engine(model_dir, 2, "rlhpcrollout") as running:
+        result: dict[str, Any] = {"buffers": {k: tuple(v.shape) for k, v in running.begin_publish().items()}}
+        running.end_publish(0)
+        publish(running, read_weights(model_dir))
+        scramble_generators(rank)
+        before = generator_states()
+        result["samples"] = {name: running.generate(prompts, spec, seed=11) for name, spec in specs.items()}
+        result["restored"] = generator_states() == before
+        scramble_generators(rank + 5)
+        result["again"] = running.generate(prompts, specs["plain"], seed=11)[1]
+        result["other_seed"] = running.generate(prompts, specs["plain"], seed=12)[1]
+        one = prompts[:1]
+        result["alone"] = running.generate(one, specs["plain"], seed=11)[0]
+        result["many"] = running.generate(one, spec(n=4000, max_response_length=1), seed=5)[0]
+        result["errors"] = {
+            "ranks apart": error_of(lambda: running.generate(prompts, specs["plain"], seed=rank)),
+            "too long": error_of(lambda: running.generate([(41, [3] * 241)], specs["plain"], seed=1)),
+            "empty": error_of(lambda: running.generate([(42, [])], specs["plain"], seed=1)),
+            "vocabulary": error_of(lambda: running.generate([(43, [3, 320])], specs["plain"], seed=1)),
+            "stop": error_of(lambda: running.generate(prompts, spec(stop=("a",)), seed=1)),
+        }
+        result["after_errors"] = running.generate(prompts, specs["plain"], seed=11)[1]
+        running.sleep()
+        running.wake("weights")
+        running.wake("kv_cache")
+        result["after_sleep"] = running.generate(prompts, specs["plain"], seed=11)[1]
+        objects = []
+        for _ in range(6):
+            publish(running, read_weights(model_dir))
+            gc.collect()
+            objects.append(sum(isinstance(item, torch.nn.Module) for item in gc.get_objects()))
+        result["modules"] = objects
+        return result
+
+
+def stop_strings(model_dir: str, prompts: Prompts, stop: str) -> list[Completion]:
+    with engine(model_dir, 1, "rlhpcstop", stop=[stop]) as running:
+        publish(running, read_weights(model_dir))
+        return running.generate(prompts, spec(stop=(stop,), n=4, max_response_length=32), seed=3)[0]
+
+
+def segments(ident: str) -> list[str]:
+    return sorted(path.name for path in Path("/dev/shm").iterdir() if ident in path.name or "psm_" in path.name)
+
+
+def crash_while_starting(model_dir: str, ident: str) -> None:
+    """Dies where a start is most exposed: segments created, their names not yet removed."""
+    from rlhpc.backends.vllm import engine as module
+    from rlhpc.backends.vllm import private
+
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    with private.launching(ident):
+        llm = private.LLM(**module.engine_arguments(run_config(2, 2), Path(model_dir), "cpu"))
+    dist.barrier()
+    assert private.running_model(llm) is not None  # alive until the kill
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def replicas(model_dir: str, ident: str, prompts: Prompts, kill: bool) -> dict[str, Any]:
+    """Two replicas of two ranks, each with its own prompts, after a crash; dies by SIGKILL at the end if asked to."""
+    left_by_crash = segments(ident)
+    running = new_engine(model_dir, 2, ident)
+    publish(running, read_weights(model_dir))
+    while_running = segments(ident)
+    mine = prompts[running.replica_rank :: running.num_replicas]
+    samples, digest = running.generate(mine, spec(n=2), seed=11)
+    dist.barrier()
+    if kill:
+        os.kill(os.getpid(), signal.SIGKILL)
+    running.close()
+    running.close()
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the world outlives the engine
+    return {
+        "left_by_crash": left_by_crash,
+        "while_running": while_running,
+        "after_close": segments(ident),
+        "replica": (running.replica_rank, running.num_replicas),
+        "samples": samples,
+        "digest": digest,
+        "world": int(total),
+    }

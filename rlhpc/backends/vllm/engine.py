@@ -130,9 +130,7 @@ class VllmEngine:
     def num_replicas(self) -> int:
         return self._num_replicas
 
-    def generate(
-        self, prompts: Prompts, sampling: SamplingSpec, *, seed: int
-    ) -> tuple[list[Completion], int]:
+    def generate(self, prompts: Prompts, sampling: SamplingSpec, *, seed: int) -> tuple[list[Completion], int]:
         """Samples n completions of each (prompt_id, token_ids); prompt-major, then by sample index.
 
         A completion depends on the weights, its prompt, the sampling and `seed` alone: the request's seed is

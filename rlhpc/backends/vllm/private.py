@@ -22,6 +22,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.engine import core
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from rlhpc.errors import EngineError
@@ -39,30 +40,38 @@ def check_version() -> None:
 
 
 @contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
 def launching(ident: str) -> Iterator[None]:
     """Within it a new engine names its shared memory after `ident` and creates no message queue.
 
     The name comes from what follows the last ':' of the init method, which serves for nothing else once
-    torch.distributed runs. The queue would carry the driver's broadcasts, and an external launcher has no driver;
-    its segment has a random name, which nobody could clean up after a kill.
+    torch.distributed runs. The queue would carry the driver's broadcasts, and an external launcher has no
+    driver; its segment has a random name, which nobody could clean up after a kill.
     """
+    distributed_args = ExecutorWithExternalLauncher._distributed_args
+    init_group = parallel_state.init_model_parallel_group
 
-    def distributed_args(self: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
-        method, rank, local_rank = original_args(self)
+    def named(self: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
+        method, rank, local_rank = distributed_args(self)
         return f"{method}:{ident}", rank, local_rank
 
-    def group_without_queue(*args: Any, **kwargs: Any) -> Any:
-        return original_group(*args, **kwargs | {"use_message_queue_broadcaster": False})
+    def without_queue(*args: Any, **kwargs: Any) -> Any:
+        return init_group(*args, **kwargs | {"use_message_queue_broadcaster": False})
 
-    original_args = ExecutorWithExternalLauncher._distributed_args
-    original_group = parallel_state.init_model_parallel_group
-    ExecutorWithExternalLauncher._distributed_args = distributed_args
-    parallel_state.init_model_parallel_group = group_without_queue
-    try:
+    with (
+        _replaced(ExecutorWithExternalLauncher, "_distributed_args", named),
+        _replaced(parallel_state, "init_model_parallel_group", without_queue),
+    ):
         yield
-    finally:
-        ExecutorWithExternalLauncher._distributed_args = original_args
-        parallel_state.init_model_parallel_group = original_group
 
 
 def _runner(llm: LLM) -> Any:
@@ -125,9 +134,14 @@ def tensor_parallel_group() -> ProcessGroup:
 
 
 def shut_down(llm: LLM) -> None:
-    """Ends the engine and vLLM's process groups, not the world's: that belongs to whoever created it."""
-    llm.llm_engine.engine_core.shutdown()
-    parallel_state.destroy_model_parallel()
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-        parallel_state._WORLD = None
+    """Ends the engine and vLLM's own process groups. Its shutdown would destroy the world's group as well, which
+    belongs to the caller and carries the trainer."""
+
+    def destroy_groups() -> None:
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+
+    with _replaced(core, "cleanup_dist_env_and_memory", destroy_groups):
+        llm.llm_engine.engine_core.shutdown()

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import xxhash
 from vllm import RequestOutput, SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from rlhpc.backends.vllm.rng import hash64
 from rlhpc.data.types import Completion
-from rlhpc.errors import EngineError, ModelError
+from rlhpc.errors import ConfigError, EngineError, ModelError
 from rlhpc.train.protocols import SamplingSpec
 
 Prompts = Sequence[tuple[int, Sequence[int]]]
@@ -30,9 +31,7 @@ def eos_token_ids(model_dir: Path, hf_config: Mapping[str, Any]) -> list[int]:
         eos = config.get("eos_token_id")
         if eos is not None:
             return sorted(eos) if isinstance(eos, list) else [int(eos)]
-    raise ModelError(
-        f"{model_dir}: neither generation_config.json nor config.json has an eos_token_id; add one"
-    )
+    raise ModelError(f"{model_dir}: neither generation_config.json nor config.json has an eos_token_id; add one")
 
 
 def check_prompts(prompts: Prompts, sampling: SamplingSpec, max_model_len: int, vocab_size: int) -> None:
@@ -59,6 +58,7 @@ def request_params(
     """One request per sample, prompt-major, each with a seed of its own.
 
     vLLM gives the children of `n > 1` the seeds seed, seed + 1, ..., which collide between prompts.
+    Raises ConfigError for values out of vLLM's range.
     """
     common: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -72,11 +72,14 @@ def request_params(
         "logprobs": 0,  # the sampled token's alone
         "flat_logprobs": True,
     }
-    return [
-        SamplingParams(seed=hash64(seed, prompt_id, sample), **common)
-        for prompt_id, _ in prompts
-        for sample in range(sampling.n)
-    ]
+    try:
+        return [
+            SamplingParams(seed=hash64(seed, prompt_id, sample), **common)
+            for prompt_id, _ in prompts
+            for sample in range(sampling.n)
+        ]
+    except (ValueError, VLLMValidationError) as error:  # the latter is no ValueError since 0.32
+        raise ConfigError(f"vLLM refuses {sampling}: {error}") from error
 
 
 def completions(outputs: Sequence[RequestOutput], prompts: Prompts, n: int) -> list[Completion]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 SHM = Path("/dev/shm")
@@ -14,7 +15,7 @@ def cleanup_shm(ident: str) -> list[str]:
     `<ident>-<group>-[<ranks>]-cpushm_<rank>` exclusively: one that a crash left behind stops the next start.
     A running engine has attached its segments and needs their names no more.
     """
-    if not ident or "/" in ident or ident.startswith("-"):
+    if not re.fullmatch(r"\w+", ident):
         raise ValueError(f"ident={ident!r} can't begin a segment's name; use letters, digits and '_'")
     removed = []
     for segment in SHM.glob(f"{ident}-*"):

@@ -1,0 +1,250 @@
+"""The rollout engine on real ranks: logprobs against Transformers and numpy, agreement, stops, clean-up."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhpc.backends.vllm.shm import cleanup_shm
+from rlhpc.data.types import Completion
+from rlhpc.train.protocols import SamplingSpec
+from tests.distributed import vllm_ranks
+from tests.distributed.ranks import run_ranks
+from tests.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.distributed
+RANKS = "tests.distributed.vllm_ranks"
+VOCAB, EOS = 320, {2, 4}
+Logits = Any
+
+
+def random_prompts(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
+    rng = np.random.default_rng(0)
+    return [(100 + i, rng.integers(5, VOCAB, length).tolist()) for i, length in enumerate(lengths)]
+
+
+PROMPTS = random_prompts((1, 5, 17, 40, 129, 150))
+LONG_PROMPTS = random_prompts((140, 170, 192))  # longer than a block of the prefix cache, 128 tokens on CPU
+SPECS = {
+    "plain": vllm_ranks.spec(n=3),
+    "tempered": vllm_ranks.spec(n=2, temperature=0.6),
+    "top_k": vllm_ranks.spec(n=2, temperature=1.3, top_k=7),
+    "top_p": vllm_ranks.spec(n=2, top_p=0.6),
+    "both": vllm_ranks.spec(n=2, temperature=0.8, top_k=20, top_p=0.7),
+    "greedy": vllm_ranks.spec(temperature=0.0),
+    "stopping": vllm_ranks.spec(n=16, temperature=2.0, max_response_length=64, ignore_eos=False),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    sizes = {"moe_intermediate_size": 128}  # 64 a rank: reload_weights fails outright on sizes that CPU kernels pad
+    return write_tiny_model(root / "old", seed=0, **sizes), write_tiny_model(root / "new", seed=1, **sizes)
+
+
+@pytest.fixture(scope="module")
+def reference(models: tuple[Path, Path]) -> Any:
+    """(directory, token ids) -> Transformers' float64 logits [T, V]."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded = {
+        path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+        for path in models
+    }
+
+    def logits(path: Path, token_ids: Sequence[int]) -> np.ndarray:
+        with torch.no_grad():
+            return loaded[path](torch.tensor([list(token_ids)])).logits[0].numpy()
+
+    return logits
+
+
+@pytest.fixture(scope="module")
+def rolled(models: tuple[Path, Path]) -> list[dict[str, Any]]:
+    return run_ranks(f"{RANKS}:rollout", 2, model_dir=str(models[0]), prompts=PROMPTS, specs=SPECS)
+
+
+def processed_logprobs(logits: np.ndarray, sampling: SamplingSpec) -> np.ndarray:
+    """The distribution that is sampled from: tempered, cut to the top k, then to the smallest set of mass top_p."""
+    scaled = logits / (sampling.temperature or 1.0)
+    if sampling.top_k > 0:
+        threshold = np.sort(scaled, axis=-1)[:, -sampling.top_k][:, None]
+        scaled = np.where(scaled < threshold, -np.inf, scaled)
+    probs = np.exp(scaled - scaled.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    order = np.argsort(-probs, axis=-1)
+    descending = np.take_along_axis(probs, order, -1)
+    keep = np.cumsum(descending, -1) - descending < sampling.top_p
+    np.put_along_axis(probs, order, np.where(keep, descending, 0.0), -1)
+    with np.errstate(divide="ignore"):
+        return np.log(probs / probs.sum(-1, keepdims=True))
+
+
+def expected(logits: Logits, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingSpec) -> np.ndarray:
+    rows = logits([*prompt, *tokens])[len(prompt) - 1 : -1]
+    return processed_logprobs(rows, sampling)[np.arange(len(tokens)), np.asarray(tokens)]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_sampled_logprobs_are_those_of_the_processed_distribution(
+    name: str, rolled: list[dict[str, Any]], models: tuple[Path, Path], reference: Any
+) -> None:
+    prompts = dict(PROMPTS)
+    answers: list[Completion] = rolled[0]["samples"][name][0]
+    assert [(a.prompt_id, a.sample_idx) for a in answers] == [(i, k) for i, _ in PROMPTS for k in range(SPECS[name].n)]
+    for answer in answers:
+        assert answer.token_ids.dtype == np.int32 and answer.logprobs.dtype == np.float32
+        wanted = expected(
+            lambda ids: reference(models[0], ids), prompts[answer.prompt_id], answer.token_ids, SPECS[name]
+        )
+        np.testing.assert_allclose(answer.logprobs, wanted, atol=1e-4)
+
+
+def test_greedy_takes_the_most_likely_token(
+    rolled: list[dict[str, Any]], models: tuple[Path, Path], reference: Any
+) -> None:
+    for answer in rolled[0]["samples"]["greedy"][0]:
+        prompt = dict(PROMPTS)[answer.prompt_id]
+        rows = reference(models[0], [*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
+        assert rows.argmax(-1).tolist() == answer.token_ids.tolist()
+
+
+def test_samples_follow_the_distribution(
+    rolled: list[dict[str, Any]], models: tuple[Path, Path], reference: Any
+) -> None:
+    """4000 one-token answers of one prompt: every token's count within five standard deviations."""
+    drawn = np.concatenate([answer.token_ids for answer in rolled[0]["many"]])
+    probs = np.exp(processed_logprobs(reference(models[0], PROMPTS[0][1])[-1:], vllm_ranks.spec()))[0]
+    counts = np.bincount(drawn, minlength=VOCAB)
+    sigma = np.sqrt(len(drawn) * probs * (1 - probs))
+    assert np.all(np.abs(counts - len(drawn) * probs) < 5 * sigma + 2)
+
+
+def test_eos_stops_and_is_kept_and_length_limits(rolled: list[dict[str, Any]]) -> None:
+    answers: list[Completion] = rolled[0]["samples"]["stopping"][0]
+    assert {answer.finish_reason for answer in answers} == {"stop", "length"}
+    for answer in answers:
+        eos = [token in EOS for token in answer.token_ids.tolist()]
+        if answer.finish_reason == "stop":
+            assert eos[-1] and not any(eos[:-1])
+        else:
+            assert not any(eos) and len(answer.token_ids) == 64
+    ignoring: list[Completion] = rolled[0]["samples"]["plain"][0]
+    assert {(len(answer.token_ids), answer.finish_reason) for answer in ignoring} == {(16, "length")}
+
+
+def test_tensor_parallel_ranks_sample_the_same_with_generators_apart(rolled: list[dict[str, Any]]) -> None:
+    for name in SPECS:
+        first, second = (rank["samples"][name] for rank in rolled)
+        assert first[1] == second[1]
+        assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first[0], second[0], strict=True))
+    assert all(rank["restored"] for rank in rolled)
+
+
+def test_tokens_depend_on_seed_and_prompt_alone(rolled: list[dict[str, Any]]) -> None:
+    answers, digest = rolled[0]["samples"]["plain"]
+    assert rolled[0]["again"] == rolled[0]["after_errors"] == rolled[0]["after_sleep"] == digest
+    assert rolled[0]["other_seed"] != digest
+    for batched, alone in zip(answers[:3], rolled[0]["alone"], strict=True):
+        assert batched.token_ids.tolist() == alone.token_ids.tolist()
+    of_one_prompt = {tuple(answer.token_ids.tolist()) for answer in answers[:3]}
+    assert len(of_one_prompt) == 3
+
+
+def test_ranks_that_sample_apart_fail_together(rolled: list[dict[str, Any]]) -> None:
+    for rank in rolled:
+        assert "sampled different tokens" in rank["errors"]["ranks apart"]
+
+
+def test_prompts_that_do_not_fit_are_refused_by_name(rolled: list[dict[str, Any]]) -> None:
+    errors = rolled[1]["errors"]
+    assert "prompt 41 has 241 tokens" in errors["too long"] and "1 to 240" in errors["too long"]
+    assert "prompt 42 has 0 tokens" in errors["empty"]
+    assert "prompt 43 has token 320" in errors["vocabulary"] and "0 to 319" in errors["vocabulary"]
+    assert "rollout.stop" in errors["stop"]
+
+
+def test_publishing_again_keeps_no_old_model(rolled: list[dict[str, Any]]) -> None:
+    for rank in rolled:
+        assert len(set(rank["modules"][1:])) == 1, rank["modules"]
+
+
+def largest_gap(samples: list[dict[str, Any]], logits: Logits) -> float:
+    gaps = [
+        np.abs(np.asarray(s["logprobs"]) - expected(logits, s["prompt"], s["tokens"], vllm_ranks.spec())).max()
+        for s in samples
+    ]
+    return float(max(gaps))
+
+
+def refit_gap(how: str, models: tuple[Path, Path], reference: Any) -> float:
+    """Sampled-token logprobs after a change of all weights against Transformers', the prompts cached before it."""
+    old, new = models
+    ranks = run_ranks(f"{RANKS}:refit", 2, old=str(old), new=str(new), how=how, prompts=LONG_PROMPTS)
+    for samples in ranks:
+        assert all(sample["cached"] >= 128 for sample in samples["old"])  # the cache is on and in use
+        assert largest_gap(samples["old"], lambda ids: reference(old, ids)) < 1e-4
+        assert largest_gap(samples["old"], lambda ids: reference(new, ids)) > 0.5  # the models do differ
+    return max(largest_gap(samples["new"], lambda ids: reference(new, ids)) for samples in ranks)
+
+
+def test_published_weights_generate(models: tuple[Path, Path], reference: Any) -> None:
+    assert refit_gap("publish", models, reference) < 1e-4
+
+
+def test_reload_weights_does_not_publish_on_cpu(models: tuple[Path, Path], reference: Any) -> None:
+    """vLLM's own way fails the test above, which is why it is not used. Fails once vLLM has mended it."""
+    assert refit_gap("reload_weights", models, reference) > 0.05
+
+
+def test_stop_strings(models: tuple[Path, Path]) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models[0])
+    prompts = [(i, tokenizer.encode(text)) for i, text in enumerate(("12+30=", "What is the sum?", "one two three"))]
+    [answers] = run_ranks(f"{RANKS}:stop_strings", 1, model_dir=str(models[0]), prompts=prompts, stop="e")
+    stopped = 0
+    for answer in answers:
+        text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        if answer.finish_reason == "stop" and int(answer.token_ids[-1]) not in EOS:
+            assert "e" in text and "e" not in tokenizer.decode(answer.token_ids[:-1], skip_special_tokens=True)
+            stopped += 1
+        elif answer.finish_reason == "length":
+            assert "e" not in text
+    assert stopped
+
+
+def test_a_crashed_start_does_not_stop_the_next_and_nothing_stays(models: tuple[Path, Path]) -> None:
+    ident = f"rlhpccrash{os.getpid()}"
+    arguments = {"model_dir": str(models[0]), "ident": ident}
+    try:
+        with pytest.raises(RuntimeError, match=f"exit -{int(signal.SIGKILL)}"):
+            run_ranks(f"{RANKS}:crash_while_starting", 2, **arguments)
+        left = vllm_ranks.segments(ident)
+        assert len([name for name in left if name.startswith(f"{ident}-tp:0-[0-1]")]) == len(left) == 2
+        ranks = run_ranks(f"{RANKS}:replicas", 4, **arguments, prompts=PROMPTS, kill=False)
+        assert any(rank["left_by_crash"] == left for rank in ranks)
+        assert all(rank["while_running"] == rank["after_close"] == [] for rank in ranks)
+        assert [rank["replica"] for rank in ranks] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+        assert [rank["world"] for rank in ranks] == [4] * 4
+        digests = [rank["digest"] for rank in ranks]
+        assert digests[0] == digests[1] != digests[2] == digests[3]
+        asked = [{answer.prompt_id for answer in rank["samples"]} for rank in ranks[::2]]
+        assert asked == [{100, 102, 104}, {101, 103, 105}]
+    finally:
+        cleanup_shm(ident)
+
+
+def test_a_kill_leaves_nothing(models: tuple[Path, Path]) -> None:
+    ident = f"rlhpckill{os.getpid()}"
+    with pytest.raises(RuntimeError, match=f"exit -{int(signal.SIGKILL)}"):
+        run_ranks(f"{RANKS}:replicas", 2, model_dir=str(models[0]), ident=ident, prompts=PROMPTS, kill=True)
+    assert vllm_ranks.segments(ident) == []

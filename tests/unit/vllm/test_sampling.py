@@ -1,0 +1,64 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhpc.backends.vllm.rng import hash64
+from rlhpc.backends.vllm.sampling import check_prompts, eos_token_ids, request_params, token_digest
+from rlhpc.data.types import Completion
+from rlhpc.errors import ConfigError, EngineError, ModelError
+from rlhpc.train.protocols import SamplingSpec
+
+SAMPLING = SamplingSpec(n=2, temperature=0.7, top_p=0.9, top_k=5, max_response_length=12)
+
+
+def test_eos_prefers_the_generation_config(tmp_path: Path) -> None:
+    assert eos_token_ids(tmp_path, {"eos_token_id": 2}) == [2]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"pad_token_id": 0}))
+    assert eos_token_ids(tmp_path, {"eos_token_id": [7, 3]}) == [3, 7]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 4]}))
+    assert eos_token_ids(tmp_path, {"eos_token_id": 2}) == [4, 9]
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(ModelError, match="has an eos_token_id; add one"):
+        eos_token_ids(tmp_path, {"eos_token_id": None})
+
+
+def test_one_request_per_sample_with_its_own_seed() -> None:
+    params = request_params([(5, [1]), (6, [1])], SAMPLING, [2, 4], seed=99)
+    assert [p.seed for p in params] == [hash64(99, i, s) for i in (5, 6) for s in (0, 1)]
+    for p in params:
+        assert (p.n, p.temperature, p.top_p, p.top_k, p.max_tokens) == (1, 0.7, 0.9, 5, 12)
+        assert p.stop_token_ids == [2, 4] and not p.detokenize and p.logprobs == 0
+    ignoring = SamplingSpec(1, 1.0, 1.0, -1, 4, stop=("x",), ignore_eos=True)
+    [p] = request_params([(5, [1])], ignoring, [2, 4], seed=99)
+    assert p.stop_token_ids == [] and p.ignore_eos and p.stop == ["x"] and p.detokenize
+    with pytest.raises(ConfigError, match=r"temperature must be in \[0, 2\], got 2.5"):
+        request_params([(5, [1])], replace(SAMPLING, temperature=2.5), [2], seed=0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([1] * 9, "prompt 3 has 9 tokens.*1 to 8"), ([], "0 tokens"), ([-1], "token -1"), ([320], "token 320")],
+)
+def test_prompts_are_refused_by_name(tokens: list[int], message: str) -> None:
+    check_prompts([(2, [0] * 8), (4, [319])], SAMPLING, max_model_len=20, vocab_size=320)
+    with pytest.raises(EngineError, match=message):
+        check_prompts([(2, [0]), (3, tokens)], SAMPLING, max_model_len=20, vocab_size=320)
+
+
+def test_digest_covers_tokens_owners_and_boundaries() -> None:
+    def digest(*answers: tuple[int, int, list[int]]) -> int:
+        empty = np.zeros(0, np.float32)
+        return token_digest([Completion(p, s, np.array(t, np.int32), empty, "stop") for p, s, t in answers])
+
+    base = digest((1, 0, [5, 6]), (1, 1, [7]))
+    assert base == digest((1, 0, [5, 6]), (1, 1, [7])) and 0 <= base < 2**63
+    tampered = [
+        digest((1, 0, [5, 6]), (1, 1, [8])),
+        digest((1, 0, [5]), (1, 1, [6, 7])),
+        digest((1, 0, [5, 6]), (2, 1, [7])),
+        digest((1, 1, [5, 6]), (1, 0, [7])),
+    ]
+    assert base not in tampered
