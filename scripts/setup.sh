@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${RLHPC_VENV:-.venv}
 stamp=$venv/rlhpc-requirements
-wanted=$({ realpath -m "$venv"; cat pyproject.toml requirements/cpu.txt requirements/dev.txt; } | sha256sum)
+wanted=$({ realpath -m "$venv"; sed "/^\[tool.ruff\]/,\$d" pyproject.toml; cat requirements/{cpu,dev}.txt; } | sha256sum)
 [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]] && exit 0
 
 log=$(mktemp "${TMPDIR:-/tmp}/rlhpc-setup.XXXXXX")

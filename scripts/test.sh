@@ -9,7 +9,7 @@ export OMP_NUM_THREADS=1 PYTHONPATH=$PWD
 bin=$PWD/${RLHPC_VENV:-.venv}/bin
 [[ ${RLHPC_VENV:-} == /* ]] && bin=$RLHPC_VENV/bin
 
-suites=(tests/unit tests/distributed)
+suites=(tests/unit tests/distributed tests/e2e)
 if [[ ${1:-} == --quick ]]; then
     suites=(tests/unit)
     shift

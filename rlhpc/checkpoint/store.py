@@ -78,6 +78,14 @@ class CheckpointStore:
         manifest.verify(checksums=checksums)
         return manifest
 
+    def has(self, step: int) -> bool:
+        """Whether the step is committed and all of it verifies, checksums included."""
+        try:
+            self.load(step)
+        except CheckpointError:
+            return False
+        return True
+
     def load_latest(self, *, checksums: bool = True) -> CheckpointManifest | None:
         """The newest checkpoint that verifies (see `load`), or None when there is none. A newer one that
         doesn't is logged as a warning with file and reason, and left where it is."""
@@ -120,16 +128,11 @@ class CheckpointStore:
         already committed and complete, or another live process writes here."""
         self.acquire()
         self._sweep()
-        if self._directory(step).exists():
-            try:
-                self.load(step, checksums=False)
-            except CheckpointError:
-                pass  # damaged: commit replaces it
-            else:
-                raise CheckpointError(
-                    f"step {step} is already committed in {self.root}; resume from it, or drop it and what "
-                    f"follows with discard_after({step - 1})"
-                )
+        if self.has(step):  # a damaged one is replaced by commit
+            raise CheckpointError(
+                f"step {step} is already committed in {self.root}; resume from it, or drop it and what "
+                f"follows with discard_after({step - 1})"
+            )
         directory = self._temporary(step)
         if directory.exists():  # an earlier attempt of this very process
             shutil.rmtree(directory)

@@ -1,0 +1,84 @@
+"""A save that runs out of room, on a file system that is really full."""
+
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhpc.checkpoint.durable import DiskFullError, free_bytes
+from rlhpc.checkpoint.store import CheckpointStore, read_shard
+
+MIB = 2**20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An 8 MiB file system of its own. Mounting needs root; CI has it."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root; test_a_file_size_limit covers the path without")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "rlhpc-test", tmp_path], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+def shard(num_bytes: int, value: int) -> list[tuple[dict[str, torch.Tensor], dict[str, object]]]:
+    return [({"weight": torch.full((num_bytes,), value, dtype=torch.uint8)}, {})]
+
+
+def assert_only_first_left(root: Path) -> None:
+    assert sorted(path.name for path in root.iterdir()) == ["owner.json", "step-000001"]
+    manifest = CheckpointStore(root).load_latest()
+    assert manifest is not None and manifest.step == 1
+    assert read_shard(manifest, 0)[0]["weight"].unique().tolist() == [1]
+
+
+def test_too_large_is_known_beforehand(small_disk: Path) -> None:
+    store = CheckpointStore(small_disk)
+    store.save(1, shard(5 * MIB, 1), {})
+    free = free_bytes(small_disk)
+    with pytest.raises(
+        DiskFullError, match=rf"has {free} bytes .* free, a checkpoint needs {5 * MIB} bytes .* free some"
+    ):
+        store.save(2, shard(5 * MIB, 2), {})
+    assert_only_first_left(small_disk)
+
+
+def test_full_while_a_shard_is_written(small_disk: Path) -> None:
+    store = CheckpointStore(small_disk)
+    store.save(1, shard(5 * MIB, 1), {})
+    # Exactly what is free: the estimate passes, the file's header doesn't fit any more.
+    with pytest.raises(
+        DiskFullError, match=r"rank-00000-0000.safetensors: No space left on device; needed \d+ bytes"
+    ):
+        store.save(2, shard(free_bytes(small_disk), 2), {})
+    assert_only_first_left(small_disk)
+    store.save(2, shard(2 * MIB, 2), {})  # training went on, and there is room again
+    assert store.steps() == [1, 2]
+
+
+def test_full_while_the_manifest_is_written(small_disk: Path) -> None:
+    store = CheckpointStore(small_disk)
+    store.save(1, shard(5 * MIB, 1), {})
+    with pytest.raises(DiskFullError, match=r"manifest.json: No space left on device"):
+        store.save(2, shard(2 * MIB, 2), {"text": "x" * 2 * MIB})
+    assert_only_first_left(small_disk)
+
+
+def test_a_file_size_limit(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE ends a write in its middle as a quota does, without root."""
+    store = CheckpointStore(tmp_path)
+    store.save(1, shard(MIB, 1), {})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB // 2, limits[1]))
+    try:
+        with pytest.raises(
+            DiskFullError, match=r"rank-00000-0000.safetensors: File too large; needed \d+ bytes"
+        ):
+            store.save(2, shard(MIB, 2), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_only_first_left(tmp_path)

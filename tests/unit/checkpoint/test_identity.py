@@ -1,0 +1,62 @@
+"""A run directory goes on with its own settings, and says what differs from others."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from rlhpc.checkpoint.identity import FREE, check_identity
+from rlhpc.config.schema import RunConfig
+from rlhpc.errors import CheckpointError
+
+MODEL = {"model_type": "qwen3_moe", "hidden_size": 128, "rope": {"theta": 1e6}}
+
+
+def test_the_same_settings_go_on(tmp_path: Path) -> None:
+    config = asdict(RunConfig())
+    check_identity(tmp_path / "run", config, MODEL)
+    check_identity(tmp_path / "run", config, MODEL)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["model"] == MODEL
+
+
+def test_what_may_change_is_taken_over(tmp_path: Path) -> None:
+    cfg = RunConfig()
+    check_identity(tmp_path, asdict(cfg), MODEL)
+    cfg.trainer.total_training_steps, cfg.trainer.logger, cfg.checkpoint.keep = 500, ["console", "wandb"], 9
+    check_identity(tmp_path, asdict(cfg), MODEL)
+    stored = json.loads((tmp_path / "run.json").read_text())["config"]
+    assert stored["trainer"]["total_training_steps"] == 500 and stored["checkpoint"]["keep"] == 9
+
+
+def test_the_rest_is_listed_with_old_and_new(tmp_path: Path) -> None:
+    cfg = RunConfig()
+    check_identity(tmp_path, asdict(cfg), MODEL)
+    before = (tmp_path / "run.json").read_text()
+    cfg.seed, cfg.actor_rollout_ref.actor.optim.lr, cfg.trainer.save_freq = 3, 0.5, 7
+    with pytest.raises(CheckpointError) as raised:
+        check_identity(tmp_path, asdict(cfg), MODEL | {"hidden_size": 256})
+    lines = str(raised.value).splitlines()
+    assert lines[0] == f"run_dir={tmp_path} belongs to a run with other settings:"
+    assert lines[1:-1] == [
+        "  config.actor_rollout_ref.actor.optim.lr: 1e-06 -> 0.5",
+        "  config.seed: 0 -> 3",
+        "  model.hidden_size: 128 -> 256",
+    ]
+    assert "choose another run_dir" in lines[-1] and "trainer.save_freq" in lines[-1]
+    assert (tmp_path / "run.json").read_text() == before
+
+
+def test_every_free_key_exists() -> None:
+    config = asdict(RunConfig())
+    for key in FREE:
+        node = config
+        for part in key.split("."):
+            assert part in node, f"{key} is not in the schema"
+            node = node[part]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(CheckpointError, match="run.json is damaged"):
+        check_identity(tmp_path, {}, MODEL)

@@ -1,0 +1,272 @@
+"""The store's promises: what was committed comes back bit for bit, and what is damaged is named and passed over."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhpc.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from rlhpc.checkpoint.store import CheckpointStore, read_shard, write_shard
+from rlhpc.checkpoint.writer import Writer
+from rlhpc.errors import CheckpointError
+
+
+def shards(value: float) -> list[tuple[dict[str, torch.Tensor], dict[str, object]]]:
+    """Two ranks whose content tells the step."""
+    return [
+        ({"weight": torch.full((3, 5), value + rank)}, {"rank": rank, "value": value}) for rank in range(2)
+    ]
+
+
+def saved(root: Path, *steps: int) -> CheckpointStore:
+    store = CheckpointStore(root)
+    for step in steps:
+        store.save(step, shards(step), {"cursor": step * 10})
+    return store
+
+
+@pytest.fixture
+def other_process() -> Iterator[Writer]:
+    """A live process of this host that isn't this one."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    stat = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    yield Writer(Writer.current().host, process.pid, int(stat[19]))
+    process.kill()
+    process.wait()
+
+
+def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    flat = torch.arange(12, dtype=torch.float32)
+    tensors = {
+        "bf16": torch.tensor([1.0, float("nan"), float("-inf"), 1e-30], dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False]),
+        "empty": torch.zeros(0, 7),
+        "f64": torch.tensor([[1e-308, 0.1]], dtype=torch.float64),
+        "fp8": torch.tensor([0.5, -448.0]).to(torch.float8_e4m3fn),
+        "i64": torch.tensor([-(2**63), 2**63 - 1]),
+        "scalar": torch.tensor(3, dtype=torch.int32),
+        "transposed": flat.view(3, 4).t(),
+        "u8": torch.arange(256, dtype=torch.uint8),
+        "view": flat[:5],  # overlaps the next: safetensors.torch refuses such a pair
+        "overlapping": flat[3:],
+    }
+    scalars = {"lr": 0.1, "names": ["a", "b"], "none": None}
+    manifest = CheckpointStore(tmp_path).save(1, [(tensors, scalars)], {})
+    read, read_scalars = read_shard(manifest, 0)
+    assert read_scalars == scalars
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape, name
+        as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (read[name], tensor)]
+        assert torch.equal(*as_bytes), name
+
+
+def test_state_and_layout_come_back(tmp_path: Path) -> None:
+    state = {
+        "cursor": {"epoch": 2, "counts": {2: "two", 10: "ten"}},
+        "loss": 0.1 + 0.2,
+        "wandb": None,
+        "text": "ü",
+    }
+    CheckpointStore(tmp_path).save(7, shards(7), state, policy_version=9, layout={"tp": 1, "ep": 2})
+    manifest = CheckpointStore(tmp_path).load_latest()
+    assert manifest is not None
+    assert (manifest.step, manifest.policy_version, manifest.world_size) == (7, 9, 2)
+    assert manifest.layout == {"tp": 1, "ep": 2}
+    assert manifest.state == json.loads(json.dumps(state))
+    assert [read_shard(manifest, rank)[0]["weight"].unique().tolist() for rank in (0, 1)] == [[7.0], [8.0]]
+    with pytest.raises(
+        CheckpointError, match=r"written by 2 ranks and has nothing of rank 2; resume with as many"
+    ):
+        read_shard(manifest, 2)
+
+
+def test_many_files_per_rank(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.full((100,), float(i)) for i in range(5)}  # 400 bytes each
+    store = CheckpointStore(tmp_path)
+    pending = store.begin(1)
+    entries = write_shard(pending.directory, 0, tensors, {"k": 1}, max_file_bytes=800)
+    assert [entry.name for entry in entries] == [f"rank-00000-000{i}.safetensors" for i in range(3)]
+    read, scalars = read_shard(store.commit(pending, entries, {}), 0)
+    assert scalars == {"k": 1}
+    assert {name: tensor.unique().item() for name, tensor in read.items()} == {
+        f"t{i}": float(i) for i in range(5)
+    }
+
+
+def test_nothing_saved(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "absent")
+    assert store.steps() == [] and store.load_latest() is None
+    assert not (tmp_path / "absent").exists()  # reading leaves no trace
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3 in .*; committed steps: none"):
+        store.load(3)
+
+
+def flip_byte(directory: Path) -> str:
+    path = directory / "rank-00001-0000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return r"rank-00001-0000\.safetensors: chunk 0 has xxh3"
+
+
+def truncate(directory: Path) -> str:
+    path = directory / "rank-00000-0000.safetensors"
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(size - 1)
+    return rf"rank-00000-0000\.safetensors: {size - 1} bytes, the manifest says {size}"
+
+
+def remove_shard(directory: Path) -> str:
+    (directory / "rank-00001-0000.safetensors").unlink()
+    return r"rank-00001-0000\.safetensors: No such file or directory"
+
+
+def remove_manifest(directory: Path) -> str:
+    (directory / MANIFEST_NAME).unlink()
+    return r"manifest\.json: No such file or directory"
+
+
+def cut_manifest(directory: Path) -> str:
+    path = directory / MANIFEST_NAME
+    path.write_text(path.read_text()[:-20])
+    return r"manifest\.json: not JSON"
+
+
+def edit_manifest(directory: Path) -> str:
+    path = directory / MANIFEST_NAME
+    path.write_text(path.read_text().replace('"cursor": 20', '"cursor": 21'))
+    return r"manifest\.json: has xxh3 .* it was changed"
+
+
+def future_schema(directory: Path) -> str:
+    path = directory / MANIFEST_NAME
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 2'))
+    return r"manifest\.json: schema version 2; this rlhpc reads 1"
+
+
+DAMAGES = [flip_byte, truncate, remove_shard, remove_manifest, cut_manifest, edit_manifest, future_schema]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_older_one_loads(tmp_path: Path, damage, caplog) -> None:
+    store = saved(tmp_path, 1, 2)
+    reason = damage(tmp_path / "step-000002")
+    with pytest.raises(CheckpointError, match=reason):
+        store.load(2)
+    with caplog.at_level(logging.WARNING):
+        manifest = store.load_latest()
+    assert manifest is not None and manifest.state == {"cursor": 10}
+    (record,) = caplog.records
+    assert "checkpoint of step 2 can't be used" in record.getMessage()
+    # Training goes on from 1 and saves 2 again, over the damaged one.
+    store.save(2, shards(2), {"cursor": 22})
+    assert store.load(2).state == {"cursor": 22}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["owner.json", "step-000001", "step-000002"]
+
+
+def test_a_shard_that_changes_after_the_choice_is_not_read(tmp_path: Path) -> None:
+    manifest = saved(tmp_path, 1).load_latest(checksums=False)
+    assert manifest is not None
+    flip_byte(manifest.directory)
+    read_shard(manifest, 0)
+    with pytest.raises(CheckpointError, match="chunk 0 has xxh3"):
+        read_shard(manifest, 1)
+
+
+def test_a_complete_step_is_not_overwritten(tmp_path: Path) -> None:
+    store = saved(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"step 1 is already committed .* discard_after\(0\)"):
+        store.begin(1)
+    assert store.discard_after(0) == [1]
+    store.save(1, shards(5), {})
+
+
+def test_retention_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
+    store = saved(tmp_path, *range(1, 7))
+    truncate(tmp_path / "step-000006")
+    truncate(tmp_path / "step-000002")
+    assert store.retain(2) == [3, 2, 1]
+    assert store.steps() == [4, 5, 6]  # 6 is damaged and newer: it neither counts nor goes
+    assert store.discard_after(4) == [6, 5]
+    assert store.steps() == [4]
+    with pytest.raises(ValueError, match="keep=0 would delete the only checkpoint"):
+        store.retain(0)
+
+
+def test_commit_wants_every_rank_and_what_they_say(tmp_path: Path) -> None:
+    store = saved(tmp_path, 1)
+    pending = store.begin(2)
+    entries = write_shard(pending.directory, 1, *shards(2)[1])
+    with pytest.raises(CheckpointError, match=r"step 2: no files of ranks \[0\]"):
+        store.commit(pending, entries, {})
+    pending = store.begin(2)
+    with pytest.raises(CheckpointError, match="rank-00000-0000.safetensors: No such file"):
+        store.commit(pending, [FileEntry("rank-00000-0000.safetensors", 0, 10, ())], {})
+    pending = store.begin(2)
+    with pytest.raises(CheckpointError, match="the state of step 2 is not JSON: .*Tensor"):
+        store.commit(pending, write_shard(pending.directory, 0, *shards(2)[0]), {"loss": torch.tensor(1.0)})
+    with pytest.raises(CheckpointError, match="the scalars of rank-00000-0000.safetensors are not JSON"):
+        store.save(2, [({}, {"set": {1}})], {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["owner.json", "step-000001"]
+
+
+def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path, other_process: Writer) -> None:
+    store = saved(tmp_path, 1)
+    owner = {"host": other_process.host, "pid": other_process.pid, "started": other_process.started}
+    (tmp_path / "owner.json").write_text(json.dumps(owner))
+    with pytest.raises(CheckpointError, match=f"is being written by process {other_process.pid} on"):
+        store.begin(2)
+    (tmp_path / "owner.json").write_text(json.dumps(owner | {"started": other_process.started - 1}))
+    store.save(2, shards(2), {})  # the pid was given to a new process: the writer itself is dead
+
+
+def test_a_writer_that_lost_the_root_cannot_publish(tmp_path: Path) -> None:
+    store = saved(tmp_path, 1)
+    pending = store.begin(2)
+    entries = write_shard(pending.directory, 0, *shards(2)[0])
+    (tmp_path / "owner.json").write_text(json.dumps({"host": "another-node", "pid": 1, "started": 1}))
+    with pytest.raises(CheckpointError, match="now belongs to another run; step 2 is not published"):
+        store.commit(pending, entries, {})
+    assert store.steps() == [1] and not pending.directory.exists()
+
+
+def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path, other_process: Writer) -> None:
+    host = other_process.host
+    dead = [f"tmp-step-000009-{host}.{other_process.pid}.1", f"tmp-delete-step-000001-{host}.999999999.5"]
+    alive = [f"tmp-step-000009-{other_process}", "tmp-step-000009-another.node.example.12.34", "tmp-mine"]
+    for name in dead + alive:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00000-0000.safetensors.partial").write_bytes(b"x")
+    saved(tmp_path, 1)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*alive, "owner.json", "step-000001"}
+
+
+def test_a_rank_whose_save_was_given_up_is_told(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    pending = store.begin(1)
+    store.abandon(pending)
+    with pytest.raises(CheckpointError, match="is gone: the save was given up"):
+        write_shard(pending.directory, 0, *shards(1)[0])
+
+
+def test_pickles_are_never_read(tmp_path: Path) -> None:
+    """A shard replaced by a pickle with a matching manifest is refused, not executed."""
+    store = CheckpointStore(tmp_path)
+    pending = store.begin(1)
+    (entry,) = write_shard(pending.directory, 0, *shards(1)[0])
+    path = pending.directory / entry.name
+    torch.save({"weight": torch.zeros(2)}, path)
+    from rlhpc.checkpoint.manifest import chunk_checksums
+
+    forged = FileEntry(entry.name, 0, path.stat().st_size, tuple(chunk_checksums(path)))
+    manifest = store.commit(pending, [forged], {})
+    with pytest.raises(CheckpointError, match="rank-00000-0000.safetensors: .*header"):
+        read_shard(manifest, 0)
