@@ -53,9 +53,7 @@ def check_identity(directory: Path, config: Mapping[str, Any], model_config: Map
         try:
             stored = json.loads(path.read_text())
         except ValueError as error:
-            raise CheckpointError(
-                f"{path} is damaged ({error}); restore it, or choose another run_dir"
-            ) from error
+            raise CheckpointError(f"{path} is damaged ({error}); restore it, or choose another run_dir") from error
         differing = [
             f"  {key}: {json.dumps(old)} -> {json.dumps(new)}"
             for key, old, new in _differences(stored, current)

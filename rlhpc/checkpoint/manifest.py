@@ -156,9 +156,7 @@ def read_manifest(directory: Path) -> CheckpointManifest:
         )
     checksum = document.pop("xxh3", None)
     if checksum != _self_checksum(document):
-        raise CheckpointError(
-            f"{path}: has xxh3 {_self_checksum(document)}, but says {checksum}; it was changed"
-        )
+        raise CheckpointError(f"{path}: has xxh3 {_self_checksum(document)}, but says {checksum}; it was changed")
     return CheckpointManifest(
         directory=directory,
         step=document["step"],
@@ -170,9 +168,7 @@ def read_manifest(directory: Path) -> CheckpointManifest:
 
 
 def _file_entries(files: Sequence[Mapping[str, Any]]) -> tuple[FileEntry, ...]:
-    return tuple(
-        FileEntry(f["name"], f["rank"], f["size_bytes"], tuple(f["xxh3"]), f["chunk_bytes"]) for f in files
-    )
+    return tuple(FileEntry(f["name"], f["rank"], f["size_bytes"], tuple(f["xxh3"]), f["chunk_bytes"]) for f in files)
 
 
 def _self_checksum(document: Mapping[str, Any]) -> str:

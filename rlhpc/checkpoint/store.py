@@ -157,9 +157,7 @@ class CheckpointStore:
         try:
             manifest = self._complete(pending, tuple(entries), state, policy_version, layout or {})
             if self._owner() != self._writer:
-                raise CheckpointError(
-                    f"{self.root} now belongs to another run; step {pending.step} is not published"
-                )
+                raise CheckpointError(f"{self.root} now belongs to another run; step {pending.step} is not published")
             final = self._directory(pending.step)
             if final.exists():  # damaged, or begin would have refused
                 self._delete(final)
@@ -242,9 +240,7 @@ class CheckpointStore:
         ranks = {entry.rank for entry in entries}
         if not ranks or ranks != set(range(len(ranks))):
             missing = sorted(set(range(max(ranks, default=0) + 1)) - ranks)
-            raise CheckpointError(
-                f"step {pending.step}: no files of ranks {missing}; every rank must write its shard"
-            )
+            raise CheckpointError(f"step {pending.step}: no files of ranks {missing}; every rank must write its shard")
         manifest = CheckpointManifest(
             directory=pending.directory,
             step=pending.step,
@@ -291,7 +287,5 @@ class CheckpointStore:
     def _sweep(self) -> None:
         """Removes temporary directories of writers that are dead."""
         for path in self.root.iterdir():
-            if (match := _TEMPORARY.fullmatch(path.name)) and not Writer.parse(match["writer"]).is_alive(
-                path
-            ):
+            if (match := _TEMPORARY.fullmatch(path.name)) and not Writer.parse(match["writer"]).is_alive(path):
                 shutil.rmtree(path, ignore_errors=True)

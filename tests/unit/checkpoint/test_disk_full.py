@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhpc.checkpoint.durable import DiskFullError, free_bytes
-from rlhpc.checkpoint.store import CheckpointStore, read_shard
+from rlhpc.checkpoint.store import CheckpointStore, read_shard, write_shard
 
 MIB = 2**20
 
@@ -51,9 +51,7 @@ def test_full_while_a_shard_is_written(small_disk: Path) -> None:
     store = CheckpointStore(small_disk)
     store.save(1, shard(5 * MIB, 1), {})
     # Exactly what is free: the estimate passes, the file's header doesn't fit any more.
-    with pytest.raises(
-        DiskFullError, match=r"rank-00000-0000.safetensors: No space left on device; needed \d+ bytes"
-    ):
+    with pytest.raises(DiskFullError, match=r"rank-00000-0000.safetensors: No space left on device; needed \d+ bytes"):
         store.save(2, shard(free_bytes(small_disk), 2), {})
     assert_only_first_left(small_disk)
     store.save(2, shard(2 * MIB, 2), {})  # training went on, and there is room again
@@ -75,10 +73,13 @@ def test_a_file_size_limit(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB // 2, limits[1]))
     try:
-        with pytest.raises(
-            DiskFullError, match=r"rank-00000-0000.safetensors: File too large; needed \d+ bytes"
-        ):
+        with pytest.raises(DiskFullError, match=r"rank-00000-0000.safetensors: File too large; needed \d+ bytes"):
             store.save(2, shard(MIB, 2), {})
+        pending = store.begin(2)
+        with pytest.raises(DiskFullError):
+            write_shard(pending.directory, 0, *shard(MIB, 2)[0])
+        assert list(pending.directory.iterdir()) == []  # a rank cleans up after itself
+        store.abandon(pending)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert_only_first_left(tmp_path)

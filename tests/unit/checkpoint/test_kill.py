@@ -19,10 +19,7 @@ NUM_RANKS = 2
 
 
 def shards(step: int, num_values: int) -> list[tuple[dict[str, torch.Tensor], dict[str, object]]]:
-    return [
-        ({"weight": torch.full((num_values,), float(step + rank))}, {"step": step})
-        for rank in range(NUM_RANKS)
-    ]
+    return [({"weight": torch.full((num_values,), float(step + rank))}, {"step": step}) for rank in range(NUM_RANKS)]
 
 
 def loaded_step(root: Path) -> int:
@@ -90,6 +87,8 @@ def test_killed_at_every_system_call(tmp_path: Path) -> None:
         store.save(4, shards(4, 10), {"step": 4})  # a restart isn't blocked by what is left,
         assert not list(root.glob("tmp-*"))  # and clears it away
         assert loaded_step(root) == 4
+        steps = [int(path.name.removeprefix("step-")) for path in root.glob("step-*")]
+        assert all(store.has(step) for step in steps)  # nothing half-deleted keeps a committed name
 
     assert len(outcomes) > 80, "the save has become so short that the hook must be missing its system calls"
     assert outcomes == sorted(outcomes) and set(outcomes) == {2, 3}  # one instant separates old from new

@@ -18,9 +18,7 @@ from rlhpc.errors import CheckpointError
 
 def shards(value: float) -> list[tuple[dict[str, torch.Tensor], dict[str, object]]]:
     """Two ranks whose content tells the step."""
-    return [
-        ({"weight": torch.full((3, 5), value + rank)}, {"rank": rank, "value": value}) for rank in range(2)
-    ]
+    return [({"weight": torch.full((3, 5), value + rank)}, {"rank": rank, "value": value}) for rank in range(2)]
 
 
 def saved(root: Path, *steps: int) -> CheckpointStore:
@@ -80,9 +78,7 @@ def test_state_and_layout_come_back(tmp_path: Path) -> None:
     assert manifest.layout == {"tp": 1, "ep": 2}
     assert manifest.state == json.loads(json.dumps(state))
     assert [read_shard(manifest, rank)[0]["weight"].unique().tolist() for rank in (0, 1)] == [[7.0], [8.0]]
-    with pytest.raises(
-        CheckpointError, match=r"written by 2 ranks and has nothing of rank 2; resume with as many"
-    ):
+    with pytest.raises(CheckpointError, match=r"written by 2 ranks and has nothing of rank 2; resume with as many"):
         read_shard(manifest, 2)
 
 
@@ -94,9 +90,7 @@ def test_many_files_per_rank(tmp_path: Path) -> None:
     assert [entry.name for entry in entries] == [f"rank-00000-000{i}.safetensors" for i in range(3)]
     read, scalars = read_shard(store.commit(pending, entries, {}), 0)
     assert scalars == {"k": 1}
-    assert {name: tensor.unique().item() for name, tensor in read.items()} == {
-        f"t{i}": float(i) for i in range(5)
-    }
+    assert {name: tensor.unique().item() for name, tensor in read.items()} == {f"t{i}": float(i) for i in range(5)}
 
 
 def test_nothing_saved(tmp_path: Path) -> None:
