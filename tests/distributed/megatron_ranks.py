@@ -19,7 +19,7 @@ from rlhpc.data.packing import TokenSequence, pack, split_by_sequence
 from rlhpc.data.types import PackedBatch
 from rlhpc.train.protocols import LossSpec
 
-VOCAB = 320
+VOCAB = 319
 TEMPERATURE = 0.7
 KL_COEF, ENTROPY_COEFF = 0.3, 0.05
 MEGATRON_SIZES = {
@@ -149,7 +149,7 @@ def _file(directory: Path, suffix: str) -> str:
 
 def _outcome(trainer: Any, metrics: list[dict[str, float]]) -> dict[str, Any]:
     weights = {name: value.view(torch.uint8).numpy().copy() for name, value in trainer.source_buffers().items()}
-    return {"metrics": metrics, "weights": weights, "random": [torch.rand(3).tolist(), np.random.rand(), ]}
+    return {"metrics": metrics, "weights": weights, "random": [torch.rand(3).tolist(), float(np.random.rand())]}
 
 
 def survive_nan(model_dir: Path) -> dict[str, Any]:

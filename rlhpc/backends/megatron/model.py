@@ -181,4 +181,3 @@ class PolicyModel(GPTModel):
         zeros = torch.zeros(batch.num_tokens, dtype=torch.float32, device=hidden.device)
         logprobs, entropies = (zeros.index_copy(0, predicting, value) for value in values)
         return logprobs, entropies
-

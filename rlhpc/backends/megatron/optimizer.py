@@ -92,9 +92,12 @@ class Optimizer:
     def shards(self) -> Iterator[OptimizerShard]:
         names = {parameter: name for name, parameter in self._model.module.named_parameters()}
         for part in self._parts():
-            models = (part.model_fp32_groups, part.shard_fp32_groups), (
-                part.model_float16_groups,
-                part.shard_fp32_from_float16_groups,
+            models = (
+                (part.model_fp32_groups, part.shard_fp32_groups),
+                (
+                    part.model_float16_groups,
+                    part.shard_fp32_from_float16_groups,
+                ),
             )
             for model_groups, master_groups in models:
                 for parameters, masters in zip(model_groups, master_groups, strict=True):

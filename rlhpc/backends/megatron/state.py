@@ -29,9 +29,7 @@ def optimizer_state(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict
 
 
 @torch.no_grad()
-def load_optimizer_state(
-    optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]
-) -> None:
+def load_optimizer_state(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
     """Raises CheckpointError unless the state is that of the same layout."""
     for shard in optimizer.shards():
         saved = scalars["ranges"].get(shard.name)

@@ -109,9 +109,7 @@ class MegatronTrainer:
         return _buffers(self._policy.module)
 
     def save_hf(self, directory: Path) -> None:
-        save_hf(
-            directory, self._specs, dist.get_rank(), dist.group.WORLD, self.source_buffers(), self._model_dir
-        )
+        save_hf(directory, self._specs, dist.get_rank(), dist.group.WORLD, self.source_buffers(), self._model_dir)
 
     # --- forward and backward
 
