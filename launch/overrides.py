@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException
 
 from rlhpc.config.load import MISSING, known_keys, open_section, violations
 from rlhpc.errors import ConfigError
@@ -19,13 +19,14 @@ def checked(arguments: Sequence[str], config_dir: Path) -> list[str]:
     """`arguments` without the verl keys that change nothing here; raises ConfigError that lists all
     that are wrong."""
     kept, problems = [], []
+    options_elsewhere = any(argument.startswith(("--config-dir", "-cd")) for argument in arguments)
     for argument in arguments:
         if argument.startswith("-") or ("=" not in argument and not argument.startswith("~")):
             kept.append(argument)  # a flag of Hydra, or its value
             continue
         try:
             override = OverridesParser.create().parse_override(argument)
-        except OverrideParseException as error:
+        except HydraException as error:
             problems.append(f"{argument}: {error}")
             continue
         key = override.key_or_group
@@ -33,7 +34,7 @@ def checked(arguments: Sequence[str], config_dir: Path) -> list[str]:
         if key.partition(".")[0].partition("/")[0] == "hydra":
             kept.append(argument)
         elif group.is_dir() and not isinstance(override.value(), dict):
-            problems += _unknown_options(override, group)
+            problems += [] if options_elsewhere else _unknown_options(override, group)
             kept.append(argument)
         else:
             problems += _refusals(override)

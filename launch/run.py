@@ -54,7 +54,7 @@ def start(composed: DictConfig) -> None:
 
 def refused(error: Exception) -> int:
     """Says what the user can mend, without a traceback."""
-    for line in str(error).splitlines():
+    for line in filter(None, str(error).splitlines()):
         print(f"error: {line}", file=sys.stderr)
     return USER_ERROR
 

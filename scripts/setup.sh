@@ -64,7 +64,7 @@ if ((${#packages[@]})); then
 fi
 python=$(find_python) || { echo "setup: still no Python 3.11; install it, then run this again" >&2; exit 1; }
 
-[[ -f $stamp ]] || phase "virtual environment in $venv" "$python" -m venv --clear "$venv"  # no stamp: half installed
+[[ -x $venv/bin/python && -f $stamp ]] || phase "virtual environment in $venv" "$python" -m venv --clear "$venv"  # no stamp: half installed
 rm -f "$stamp"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input)
 phase "PyTorch" "${pip[@]}" --constraint requirements/cpu.txt torch==2.13.0

@@ -6,8 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD
-bin=$PWD/${RLHPC_VENV:-.venv}/bin
-[[ ${RLHPC_VENV:-} == /* ]] && bin=$RLHPC_VENV/bin
+bin=$(realpath "${RLHPC_VENV:-.venv}")/bin
 
 suites=(tests/unit tests/distributed tests/e2e)
 if [[ ${1:-} == --quick ]]; then

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(report(Path(args.run_dir), Path(args.plot) if args.plot else None))
     except RlhpcError as error:
-        for line in str(error).splitlines():
+        for line in filter(None, str(error).splitlines()):
             print(f"error: {line}", file=sys.stderr)
         return USER_ERROR
     return 0

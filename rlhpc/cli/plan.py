@@ -125,7 +125,7 @@ def readable(num_bytes: float) -> str:
 
 
 def _split(specs: Sequence[ShardSpec]) -> tuple[list[ShardSpec], list[ShardSpec]]:
-    """Dense and expert tensors: they are replicated, hence their optimizer state sharded, over other ranks."""
+    """Dense and expert tensors: their replicas, over which optimizer state is sharded, are other ranks."""
     return [s for s in specs if ".experts." not in s.name], [s for s in specs if ".experts." in s.name]
 
 

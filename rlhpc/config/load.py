@@ -144,9 +144,7 @@ def _unknown(key: str, value: Any) -> list[str]:
         if entry is None:
             problems.append(f"unknown key {leaf}{suggest(leaf)}")
         elif not entry.accepts(leaf_value):
-            problems.append(
-                f"{leaf}={_shown(leaf_value)} is a verl key that rlhpc doesn't have: {entry.instead}"
-            )
+            problems.append(f"{leaf}={_shown(leaf_value)} is verl's: {entry.instead}")
     return problems
 
 

@@ -61,7 +61,7 @@ class ActorConfig:
     loss_scale_factor: float | None = None  # divisor of seq-mean-token-sum-norm, tokens; None: its width
     entropy_coeff: float = 0.0  # weight of the entropy bonus
     use_kl_loss: bool = False  # add the KL to the reference policy to the loss
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: float = 0.001  # its weight
     kl_loss_type: str = "low_var_kl"  # k1|kl, abs, k2|mse, k3|low_var_kl; "+" suffix: gradient of k2
     shuffle: bool = False  # shuffle trajectories between ppo epochs
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
@@ -211,7 +211,7 @@ class ClusterConfig:
     threads_per_rank: int = 1  # intra-op threads of torch and the engine
     ray_temp_root: str = "/tmp"  # node-local, short
     object_store_bytes: int = 256 * 1024**2  # Ray's shared memory per node
-    collective_timeout_s: float = 600.0
+    collective_timeout_s: float = 600.0  # then a collective that a rank never joined fails
 
 
 @dataclass

@@ -49,7 +49,7 @@ class WandbRun:
     def place(self) -> str:
         """Where to look: a URL, or the command that uploads an offline run."""
         if self._run.settings.mode == "offline" or not self._run.url:
-            return f"wandb sync {Path(self._run.dir).parent.parent}/offline-run-*-{self.id}"
+            return f"wandb sync {Path(self._run.dir).parent.parent}/offline-run-*-{self.id}*"
         return str(self._run.url)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import sub
 from typing import NamedTuple
 
 import xxhash
@@ -36,7 +37,7 @@ class ShardCopy(NamedTuple):
 
     @property
     def shape(self) -> Index:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def is_local(self) -> bool:
@@ -90,6 +91,7 @@ class _Cover(NamedTuple):
 
     start: Index
     stop: Index
+    numel: int
     sources: tuple[int, ...]
 
 
@@ -123,12 +125,11 @@ def plan(src_specs: Iterable[ShardSpec], dst_specs: Iterable[ShardSpec]) -> Resh
         if key not in covers:
             covers[key] = [_cover(dst.name, shard, src.shards) for shard in dst.shards]
         for shard, parts in zip(dst.shards, covers[key], strict=True):
-            for start, stop, candidates in parts:
+            for start, stop, numel, candidates in parts:
                 origin = src.shards[candidates[0]]
                 if origin.rank != shard.rank:
                     origin = min((src.shards[c] for c in candidates), key=lambda s: (sent[s.rank], s.rank))
-                    size = prod(b - a for a, b in zip(start, stop, strict=True))
-                    sent[origin.rank] += size * ITEM_BYTES[dst.dtype]
+                    sent[origin.rank] += numel * ITEM_BYTES[dst.dtype]
                 copies.append(
                     ShardCopy(
                         dst.name, start, stop,
@@ -174,7 +175,7 @@ def _cover(tensor: str, dst: Shard, sources: Sequence[Shard]) -> list[_Cover]:
             low = tuple(map(max, box[0], start))
             high = tuple(map(min, box[1], stop))
             if all(a < b for a, b in zip(low, high, strict=True)):
-                parts.append(_Cover(low, high, indices))
+                parts.append(_Cover(low, high, prod(map(sub, high, low)), indices))
                 still += _subtract(box, low, high)
             else:
                 still.append(box)
@@ -199,6 +200,8 @@ def _subtract(box: tuple[Index, Index], low: Index, high: Index) -> Iterator[tup
 
 def _within(shard: Shard, start: Index) -> Index:
     """Where the box that begins at canonical index `start` begins in the shard's buffer."""
+    if start == shard.start:
+        return shard.offset
     lead = len(shard.offset) - len(start)
     moved = (o + a - b for o, a, b in zip(shard.offset[lead:], start, shard.start, strict=True))
     return (*shard.offset[:lead], *moved)

@@ -71,7 +71,7 @@ def train_step(run: Run, state: TrainState) -> TrainState:
         batch = prepare(rollout, trainer_logprobs, ref_logprobs, cfg.algorithm, kl_in_loss=actor.use_kl_loss)
     with timer.phase("update_actor"):
         updates = []
-        for mini_batch in mini_batches(rollout.sequences(**batch.fields), actor, rollout.n, seed):
+        for mini_batch in mini_batches(rollout.sequences(**batch.fields), actor, cfg.actor_rollout_ref.rollout.n, seed):
             with run.batch_kept_on_failure(step, mini_batch):
                 updates.append(run.optimize(mini_batch))
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlhpc.checkpoint.identity import check_identity
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.ray_local import local_ray
 from rlhpc.cluster.stop import StopFlag
+from rlhpc.config.checks import read_model_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.cursor import PromptCursor
 from rlhpc.data.dataset import load_prompts
@@ -39,10 +41,12 @@ def run(cfg: RunConfig) -> int:
     stop = StopFlag()
     with ExitStack() as stack:
         stack.enter_context(run_lock(directory))
-        check_identity(directory, cfg)
+        check_identity(directory, asdict(cfg), read_model_config(cfg.actor_rollout_ref.model.path))
         tokenizer = load_tokenizer(cfg)
         dataset = load_prompts(cfg.data.train_files, tokenizer, cfg.data)
         held_out = load_prompts(cfg.data.val_files, tokenizer, cfg.data) if cfg.data.val_files else None
+        if held_out is not None and cfg.data.val_max_samples > 0:
+            held_out = held_out.head(cfg.data.val_max_samples)
         cursor = PromptCursor(len(dataset), cfg.data.train_batch_size, cfg.seed, cfg.data.shuffle)
         total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * cursor.batches_per_epoch
         stop.install()
@@ -58,7 +62,11 @@ def run(cfg: RunConfig) -> int:
                 num_workers=cfg.reward.num_workers,
             )
         )
+        for prompts in filter(None, (dataset, held_out)):
+            pool.check_sources(prompts.data_sources)
         reporter = stack.enter_context(Reporter(cfg, directory, total_steps))
+        if dataset.num_overlong:
+            reporter.say(f"{dataset.num_overlong} prompts over data.max_prompt_length are left out")
         reporter.say(f"starting {num_ranks} ranks on {device}; logs in {directory / 'logs'}")
         workers = RayRanks(cfg, device, session, directory / "logs")
         stack.callback(workers.close)

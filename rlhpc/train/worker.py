@@ -88,8 +88,9 @@ class RankWorker:
 
     def publish(self, policy_version: int) -> dict[str, float]:
         """Moves the trainer's weights into the engine; afterwards the engine is awake and the trainer asleep."""
-        from rlhpc.reshard.execute import Resharder, verify
+        from rlhpc.reshard.execute import Resharder
         from rlhpc.reshard.plan import plan
+        from rlhpc.reshard.verify import verify
 
         self.engine.wake("weights")
         sink_buffers = self.engine.begin_publish()

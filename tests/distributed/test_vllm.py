@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import pytest
 
 from rlhpc.backends.vllm.shm import cleanup_shm
 from rlhpc.data.types import Completion
+from rlhpc.reshard.families import family_for
 from rlhpc.train.protocols import SamplingSpec
 from tests.distributed import vllm_ranks
 from tests.distributed.ranks import run_ranks
@@ -175,6 +177,20 @@ def test_prompts_that_do_not_fit_are_refused_by_name(rolled: list[dict[str, Any]
 def test_publishing_again_keeps_no_old_model(rolled: list[dict[str, Any]]) -> None:
     for rank in rolled:
         assert len(set(rank["modules"][1:])) == 1, rank["modules"]
+
+
+def test_a_publish_writes_every_element_of_every_parameter_once(
+    rolled: list[dict[str, Any]], models: tuple[Path, Path]
+) -> None:
+    config = json.loads((models[0] / "config.json").read_text())
+    specs = family_for(config).rollout_specs(config, 2, range(2), "float32")
+    for rank, result in enumerate(rolled):
+        writes = {name: np.zeros(shape, int) for name, shape in result["buffers"].items()}
+        for shard in (shard for spec in specs for shard in spec.shards if shard.rank == rank):
+            extents = [b - a for a, b in zip(shard.start, shard.stop, strict=True)]
+            extents = [1] * (len(shard.offset) - len(extents)) + extents
+            writes[shard.buffer][tuple(slice(o, o + e) for o, e in zip(shard.offset, extents, strict=True))] += 1
+        assert all((count == 1).all() for count in writes.values())
 
 
 def largest_gap(samples: list[dict[str, Any]], logits: Logits) -> float:

@@ -171,7 +171,7 @@ class VllmEngine:
             raise EngineError("begin_publish while the weights sleep; call wake('weights') first")
         if self._device != "cuda":
             self._fresh = private.build_model(self._llm)
-        model = self._fresh or private.running_model(self._llm)
+        model = private.running_model(self._llm) if self._fresh is None else self._fresh
         buffers = {name: parameter.data for name, parameter in model.named_parameters()}
         for name, numel in self._written_elements().items():
             if buffers[name].numel() > numel:
@@ -184,6 +184,8 @@ class VllmEngine:
             with self._compiler():
                 private.adopt(self._llm, self._fresh)
             self._fresh = None
+        else:
+            torch.cuda.synchronize()  # vLLM may read on another stream than the one that wrote
         self._llm.reset_prefix_cache()
         logger.debug("policy version %d published", policy_version)
 

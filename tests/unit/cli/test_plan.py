@@ -1,0 +1,67 @@
+"""Parameter counts and memory against hand computation."""
+
+from omegaconf import OmegaConf
+
+from rlhpc.cli.plan import parameter_counts, rank_memory, readable
+from rlhpc.config.load import load
+from tests.unit.config.test_checks import MODEL
+
+QWEN3_30B_A3B = MODEL | {
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+
+
+def test_published_size_of_qwen3_30b_a3b():
+    total, active = parameter_counts(QWEN3_30B_A3B)
+    assert total == 30_532_122_624  # the model card's 30.5B
+    assert total - active == 48 * 120 * 3 * 768 * 2048  # 120 of 128 experts idle in each layer
+    assert round(active / 1e9, 1) == 3.4
+
+
+def memory(world_size, dtype, **megatron):
+    cfg = {
+        "actor_rollout_ref": {
+            "model": {"path": "/m", "dtype": dtype},
+            "actor": {"megatron": megatron, "use_kl_loss": True},
+            "rollout": {"tensor_model_parallel_size": 2},
+        },
+        "data": {"train_files": "/d"},
+        "trainer": {"n_gpus_per_node": world_size},
+    }
+    return rank_memory(load(OmegaConf.create(cfg)), MODEL)
+
+
+def test_rank_memory_by_hand():
+    # per layer: q 128*128, k and v 64*128 each, o 128*128, four norms, router 8*128; experts 8*3*64*128
+    attention_and_norms = 4 * (2 * 128 * 128 + 2 * 64 * 128 + 2 * 128 + 2 * 32 + 8 * 128)
+    dense = attention_and_norms + 2 * 500 * 128 + 128
+    experts = 4 * 8 * 3 * 64 * 128
+    (first, *_) = memory(4, "bfloat16", expert_model_parallel_size=2)
+    local = dense + experts // 2
+    assert first.trainer_weights == first.reference_weights == 2 * local
+    assert first.gradients == 4 * local
+    assert first.optimizer == 12 * (dense // 4 + experts // 2 // 2)  # dp=4, edp=2; moments and masters
+
+    (single, _) = memory(2, "float32", expert_model_parallel_size=2)
+    assert single.optimizer == 8 * (dense // 2 + experts // 2)  # no masters
+    replicated = 4 * (2 * 128 + 2 * 32 + 8 * 128) + 128  # norms and routers are whole on both engine ranks
+    vocab_rows = 256  # 500 padded to 512, halved; rank 0's are all real
+    halves = 4 * (2 * 128 * 128 + 2 * 64 * 128) // 2 + experts // 2 + 2 * vocab_rows * 128
+    assert single.rollout_weights == 4 * (replicated + halves)
+    assert single.total == sum(
+        (single.trainer_weights, single.gradients, single.optimizer)
+        + (single.reference_weights, single.rollout_weights)
+    )
+
+
+def test_readable():
+    assert [readable(n) for n in (0, 1023, 1536, 61 * 2**30)] == ["0 B", "1023 B", "1.5 KiB", "61 GiB"]

@@ -1,0 +1,256 @@
+"""Cross-field checks: each rule has a configuration that breaks it, and one at its limit that passes."""
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlhpc.config.checks import check, check_run, read_model_config
+from rlhpc.config.load import load
+from rlhpc.errors import ConfigError, DataError, ModelError
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+# 8 experts, 4 heads, 2 KV heads, 4 layers, expert width 64, 512 positions
+MODEL = {
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "intermediate_size": 256,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 500,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+}
+BASE = {
+    "actor_rollout_ref.model.path": "/m",
+    "data.train_files": "/d.jsonl",
+    "data.train_batch_size": 12,
+    "data.max_prompt_length": 100,
+    "data.max_response_length": 100,
+    f"{ACTOR}.ppo_mini_batch_size": 6,
+    f"{ROLLOUT}.n": 4,
+}
+
+
+def config(overrides):
+    cfg = OmegaConf.create({})
+    for key, value in {**BASE, **overrides}.items():
+        OmegaConf.update(cfg, key, value, force_add=True)
+    return load(cfg)
+
+
+def violations_of(overrides, world_size=4, model=None):
+    try:
+        check(config(overrides), model or MODEL, world_size)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+M = f"{ACTOR}.megatron"
+TP, PP = f"{M}.tensor_model_parallel_size", f"{M}.pipeline_model_parallel_size"
+EP, ETP = f"{M}.expert_model_parallel_size", f"{M}.expert_tensor_parallel_size"
+RTP = f"{ROLLOUT}.tensor_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        ({}, 1),
+        ({TP: 2, PP: 2, EP: 1, RTP: 4}, 4),
+        ({EP: 4, RTP: 2}, 4),
+        ({EP: 2, ETP: 2, TP: 2}, 4),
+        ({f"{ROLLOUT}.max_model_len": 200, f"{ACTOR}.ppo_max_token_len_per_gpu": 200}, 4),
+        ({"data.max_prompt_length": 412}, 4),  # 412 + 100 = 512 positions
+        (
+            {
+                "algorithm.adv_estimator": "reinforce_plus_plus",
+                f"{ROLLOUT}.n": 1,
+                "data.train_batch_size": 12,
+            },
+            2,
+        ),
+        ({f"{ROLLOUT}.max_num_seqs": 64, f"{ROLLOUT}.max_num_batched_tokens": 64}, 4),
+        ({"trainer.test_freq": 5, "data.val_files": "/v.jsonl"}, 4),
+        ({"trainer.logger": ["console", "wandb"], "trainer.wandb_mode": "offline"}, 4),
+        ({f"{ROLLOUT}.chunk_prompts": 4}, 4),
+    ],
+)
+def test_allowed(overrides, world_size):
+    assert violations_of(overrides, world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "parts"),
+    [
+        ({TP: 2, PP: 2}, 6, ["tensor_model_parallel_size=2", "= 4 must", "the 6 ranks", "choose 1, 2, 3, 6"]),
+        ({EP: 8}, 4, ["expert_model_parallel_size=8", "= 8 must divide the 4 ranks", "choose 1, 2, 4"]),
+        ({EP: 2, ETP: 2, PP: 2}, 4, ["expert_tensor_parallel_size=2", "= 8 must divide the 4 ranks"]),
+        ({EP: 3}, 3, ["expert_model_parallel_size=3 must divide num_experts=8; choose 1, 2, 4, 8"]),
+        ({f"{M}.context_parallel_size": 2}, 4, ["context_parallel_size=2", "set 1"]),
+        ({RTP: 3}, 4, [f"{RTP}=3 must divide the 4 ranks", "choose 1, 2, 4"]),
+        ({TP: 8}, 8, [f"{TP}=8 must divide num_attention_heads=4; choose 1, 2, 4"]),
+        ({RTP: 8}, 8, [f"{RTP}=8 must divide num_attention_heads=4; choose 1, 2, 4"]),
+        ({PP: 3}, 3, [f"{PP}=3 must divide num_hidden_layers=4; choose 1, 2, 4"]),
+        (
+            {f"{ACTOR}.ppo_mini_batch_size": 5},
+            4,
+            ["=5 must divide data.train_batch_size=12", "choose 1, 2, 3, 4, 6, 12"],
+        ),
+        ({f"{ROLLOUT}.n": 5}, 4, ["ppo_mini_batch_size=6 * rollout.n=5 = 30", "4 data-parallel ranks"]),
+        ({"data.train_batch_size": 6, f"{ROLLOUT}.n": 8}, 16, ["=6 is below the 16 rollout replicas"]),
+        ({f"{ROLLOUT}.chunk_prompts": 3}, 4, ["chunk_prompts=3 is below the 4", "set 0 or at least 4"]),
+        ({"data.max_prompt_length": 413}, 4, ["413", "= 513 tokens exceed", "max_position_embeddings=512"]),
+        (
+            {f"{ROLLOUT}.max_model_len": 199},
+            4,
+            ["= 200 tokens exceed", "max_model_len=199", "set it to 200 or null"],
+        ),
+        ({f"{ACTOR}.ppo_max_token_len_per_gpu": 199}, 4, ["ppo_max_token_len_per_gpu=199", "at least 200"]),
+        ({f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 9}, 4, ["rollout.log_prob_max_token_len_per_gpu=9"]),
+        (
+            {"actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 9},
+            4,
+            ["ref.log_prob_max_token_len_per_gpu=9"],
+        ),
+        ({f"{ROLLOUT}.max_num_batched_tokens": 512}, 4, ["max_num_seqs=1024 exceeds", "at most 512"]),
+        ({f"{ROLLOUT}.n": 1}, 2, ["rollout.n=1 leaves", "at least 2"]),
+        ({f"{ROLLOUT}.n": 1, "algorithm.adv_estimator": "rloo"}, 2, ["adv_estimator=rloo without a group"]),
+        ({"algorithm.adv_estimator": "gae"}, 4, ["adv_estimator=gae: the critic is not available yet"]),
+        ({"algorithm.use_critic": True}, 4, ["use_critic=true: the critic is not available yet"]),
+        ({"critic.enable": True}, 4, ["critic.enable=true: the critic is not available yet"]),
+        ({"algorithm.adv_estimator": "remax"}, 4, ["remax needs greedy baselines"]),
+        ({"trainer.critic_warmup": 1}, 4, ["critic_warmup=1", "set 0"]),
+        ({"trainer.resume_mode": "resume_path"}, 4, ["resume_mode=resume_path with resume_from_path=None"]),
+        ({"trainer.resume_from_path": "/c"}, 4, ["resume_mode=auto with resume_from_path=/c"]),
+        ({"trainer.test_freq": 5}, 4, ["trainer.test_freq=5 needs data.val_files"]),
+        ({f"{ACTOR}.optim.lr_decay_style": "cosine"}, 4, ["lr_decay_style=cosine", "total_training_steps"]),
+        ({"trainer.balance_batch": False}, 4, ["balance_batch=false", "set true"]),
+        ({f"{M}.moe_aux_loss_coeff": 0.01}, 4, ["moe_aux_loss_coeff=0.01", "set 0"]),
+        ({f"{M}.use_distributed_optimizer": False}, 4, ["use_distributed_optimizer=false", "set true"]),
+        ({"trainer.nnodes": 2}, 4, ["trainer.nnodes=2 needs launch=slurm"]),
+        ({f"{ROLLOUT}.temperature": 0}, 4, ["temperature=0.0 is out of range; set it above 0"]),
+        ({f"{ROLLOUT}.top_p": 1.1}, 4, ["top_p=1.1 is out of range", "at most 1"]),
+        ({f"{ROLLOUT}.top_k": 0}, 4, ["top_k=0 is out of range; set -1 (off) or at least 1"]),
+        ({f"{ROLLOUT}.n": 0}, 4, ["rollout.n=0 is out of range; set at least 1"]),
+        ({f"{ACTOR}.clip_ratio_c": 1.0}, 4, ["clip_ratio_c=1.0", "more than 1"]),
+        ({f"{ACTOR}.clip_ratio_low": 1.5}, 4, ["clip_ratio_low=1.5", "at most 1"]),
+        ({f"{ACTOR}.optim.betas": [0.9]}, 4, ["betas=[0.9] must be two numbers"]),
+        ({"trainer.save_freq": 0}, 4, ["save_freq=0", "-1 (off)"]),
+        ({TP: 0}, 4, [f"{TP}=0 is out of range"]),
+        ({"algorithm.adv_estimator": "grppo"}, 4, ["'grppo' is unknown; did you mean grpo? choose gae,"]),
+        ({f"{ACTOR}.policy_loss.loss_mode": "ppo"}, 4, ["loss_mode='ppo' is unknown", "vanilla"]),
+        ({f"{ACTOR}.loss_agg_mode": "token_mean"}, 4, ["did you mean token-mean?"]),
+        ({f"{ACTOR}.kl_loss_type": "k4"}, 4, ["kl_loss_type='k4' is unknown", "low_var_kl"]),
+        ({"algorithm.kl_penalty": "full"}, 4, ["kl_penalty='full' is unknown"]),
+        ({"algorithm.kl_ctrl.type": "adaptive"}, 4, ["choose fixed"]),
+        ({"algorithm.rollout_correction.rollout_is": "seq"}, 4, ["rollout_is='seq'", "sequence, token"]),
+        (
+            {"trainer.logger": ["console", "tensorboard"]},
+            4,
+            ["trainer.logger='tensorboard'", "console, wandb"],
+        ),
+        ({"trainer.device": "gpu"}, 4, ["trainer.device='gpu'", "auto, cpu, cuda"]),
+        ({"actor_rollout_ref.model.dtype": "float16"}, 4, ["dtype='float16'", "bfloat16, float32"]),
+        ({f"{ROLLOUT}.name": "sglang"}, 4, ["rollout.name='sglang'", "choose vllm"]),
+    ],
+)
+def test_refused_alone(overrides, world_size, parts):
+    lines = violations_of(overrides, world_size)
+    hits = [line for line in lines if all(part in line for part in parts)]
+    assert len(hits) == 1, lines
+
+
+def test_kv_heads():
+    model = MODEL | {"num_attention_heads": 12, "num_key_value_heads": 4}
+    line = "must divide num_key_value_heads=4 or be a multiple of it; choose 1, 2, 4 or a multiple of 4"
+    assert violations_of({TP: 3, RTP: 1, f"{ROLLOUT}.n": 6}, 3, model) == [f"{TP}=3 {line}"]
+    three_wide = model | {"moe_intermediate_size": 96, "vocab_size": 192}
+    assert violations_of({RTP: 3}, 3, three_wide) == [f"{RTP}=3 {line}"]
+    assert violations_of({TP: 12, RTP: 1, f"{ROLLOUT}.n": 2}, 12, model) == []
+
+
+def test_expert_width_and_vocabulary():
+    model = MODEL | {"num_attention_heads": 12, "num_key_value_heads": 6, "vocab_size": 100}  # padded to 128
+    lines = violations_of({ETP: 3, RTP: 3}, 3, model)
+    assert lines == [
+        f"{RTP}=3 must divide the padded vocabulary=128; choose 1, 2, 4, 8, 16, 32, 64, 128",
+        f"{ETP}=3 must divide moe_intermediate_size=64; choose 1, 2, 4, 8, 16, 32, 64",
+        f"{RTP}=3 must divide moe_intermediate_size=64; choose 1, 2, 4, 8, 16, 32, 64",
+    ]
+
+
+def test_all_violations_at_once():
+    overrides = {EP: 3, RTP: 3, "data.max_prompt_length": 600, f"{ROLLOUT}.n": 1, "critic.enable": True}
+    lines = violations_of(overrides, 4)
+    for part in (
+        "expert_model_parallel_size=3",
+        f"{RTP}=3",
+        "= 700 tokens",
+        "rollout.n=1",
+        "critic.enable=true",
+    ):
+        assert any(part in line for line in lines), lines
+
+
+def test_unsupported_model_is_a_model_error():
+    with pytest.raises(ModelError, match="sliding_window"):
+        check(config({}), MODEL | {"use_sliding_window": True}, 4)
+
+
+def model_dir(tmp_path, text=None):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(MODEL) if text is None else text)
+    return directory
+
+
+def test_read_model_config(tmp_path):
+    assert read_model_config(model_dir(tmp_path)) == MODEL
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model_type": ', "can't be read as JSON"),
+        ("[1]", "JSON list"),
+        ('{"model_type": "mamba"}', "'mamba' is unknown; known: .*qwen3_moe"),
+        ("{}", "model_type=None is unknown"),
+    ],
+)
+def test_bad_model_config(tmp_path, text, message):
+    with pytest.raises(ModelError, match=message):
+        read_model_config(model_dir(tmp_path, text))
+
+
+def test_missing_model(tmp_path):
+    with pytest.raises(ModelError, match="is not a directory; check the path"):
+        read_model_config(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="run python scripts/make_tiny_model.py first"):
+        read_model_config("outputs/assets/tiny_arithmetic/nowhere")
+    with pytest.raises(ModelError, match="config.json is missing"):
+        read_model_config(tmp_path)
+
+
+def test_check_run_looks_at_files(tmp_path):
+    train = tmp_path / "train.jsonl"
+    paths = {"actor_rollout_ref.model.path": str(model_dir(tmp_path)), "data.train_files": str(train)}
+    with pytest.raises(DataError, match=r"data\.train_files: .*train\.jsonl: no such file"):
+        check_run(config(paths))
+    train.write_text("{}\n")
+    assert check_run(config(paths)) == MODEL
+    with pytest.raises(DataError, match=r"data\.val_files: .*val\.jsonl"):
+        check_run(config({**paths, "data.val_files": str(tmp_path / "val.jsonl")}))
+    with pytest.raises(ConfigError, match="launch.mode=slurm is not available yet"):
+        check_run(config({**paths, "launch.mode": "slurm"}))

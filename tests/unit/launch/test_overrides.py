@@ -1,0 +1,78 @@
+"""Command-line overrides before Hydra sees them."""
+
+from pathlib import Path
+
+import pytest
+
+from launch.overrides import checked
+from rlhpc.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+def refusal(*arguments):
+    with pytest.raises(ConfigError) as caught:
+        checked(arguments, CONFIGS)
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("trainer.nnodes=2", "trainer.nnodes=2"),
+        ("+trainer.nnodes=2", "trainer.nnodes=2"),  # recipes add keys that verl's YAML doesn't list
+        ("++trainer.nnodes=2", "trainer.nnodes=2"),
+        ("reward.kwargs.method=strict", "++reward.kwargs.method=strict"),
+        ("+reward.kwargs.method=strict", "++reward.kwargs.method=strict"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6,2e-6", "actor_rollout_ref.actor.optim.lr=1e-6,2e-6"),
+        (
+            "algorithm.rollout_correction.rollout_is=null,token",
+            "algorithm.rollout_correction.rollout_is=null,token",
+        ),
+        ("seed=range(0,3)", "seed=range(0,3)"),
+        (
+            "trainer.experiment_name=${trainer.project_name}",
+            "trainer.experiment_name=${trainer.project_name}",
+        ),
+        ("trainer.total_training_steps=${seed}", "trainer.total_training_steps=${seed}"),
+        ("experiment=tiny_arithmetic", "experiment=tiny_arithmetic"),
+        ("algorithm=rloo,grpo", "algorithm=rloo,grpo"),
+        ("hydra.verbose=true", "hydra.verbose=true"),
+        ("hydra/launcher=basic", "hydra/launcher=basic"),
+        ("--cfg", "--cfg"),
+        ("-m", "-m"),
+        ("job", "job"),
+        ("data={shuffle: false}", "data={shuffle: false}"),
+    ],
+)
+def test_kept(given, kept):
+    assert checked([given], CONFIGS) == [kept]
+
+
+def test_verl_keys_that_change_nothing_are_dropped():
+    assert checked(["actor_rollout_ref.model.use_remove_padding=True", "seed=1"], CONFIGS) == ["seed=1"]
+
+
+def test_all_refusals_at_once():
+    assert refusal(
+        "experiment=tiny_aritmetic",
+        "actor_rollout_ref.rollout.temprature=1",
+        "trainer.nnodes=two",
+        "seed=1,x",
+        "actor_rollout_ref.actor.strategy=fsdp",
+        "~trainer.nnodes",
+    ) == [
+        "experiment=tiny_aritmetic is unknown; did you mean tiny_arithmetic? choose qwen3_30b_a3b_grpo, "
+        "tiny_arithmetic, tiny_gsm8k",
+        "unknown key actor_rollout_ref.rollout.temprature; did you mean actor_rollout_ref.rollout.temperature "
+        "or actor_rollout_ref.rollout.val_kwargs.temperature?",
+        "trainer.nnodes='two' has type str; expected int",
+        "seed='x' has type str; expected int",
+        "actor_rollout_ref.actor.strategy='fsdp' is verl's: the trainer is Megatron-core; set megatron",
+        "~trainer.nnodes: a setting can't be removed; give it another value",
+    ]
+
+
+def test_unparsable():
+    (line,) = refusal("trainer.nnodes=[1")
+    assert line.startswith("trainer.nnodes=[1: ")
