@@ -64,8 +64,8 @@ def test_all_refusals_at_once():
     ) == [
         "experiment=tiny_aritmetic is unknown; did you mean tiny_arithmetic? choose qwen3_30b_a3b_grpo, "
         "tiny_arithmetic, tiny_gsm8k",
-        "unknown key actor_rollout_ref.rollout.temprature; did you mean actor_rollout_ref.rollout.temperature "
-        "or actor_rollout_ref.rollout.val_kwargs.temperature?",
+        "unknown key actor_rollout_ref.rollout.temprature; did you mean "
+        "actor_rollout_ref.rollout.temperature or actor_rollout_ref.rollout.val_kwargs.temperature?",
         "trainer.nnodes='two' has type str; expected int",
         "seed='x' has type str; expected int",
         "actor_rollout_ref.actor.strategy='fsdp' is verl's: the trainer is Megatron-core; set megatron",
