@@ -67,9 +67,7 @@ def _refusals(override: Override) -> list[str]:
     key = override.key_or_group
     if override.is_delete():
         return [f"~{key}: a setting can't be removed; give it another value"]
-    return list(
-        dict.fromkeys(problem for value in _values(override) for problem in violations(_tree(key, value)))
-    )
+    return list(dict.fromkeys(problem for value in _values(override) for problem in violations(_tree(key, value))))
 
 
 def _values(override: Override) -> list[Any]:

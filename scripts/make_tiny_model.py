@@ -31,9 +31,7 @@ VERSION = 1  # of what this script writes: raise it when older outputs should be
 ROOT = Path(__file__).resolve().parents[1]
 PAD, BOS, EOS, IM_START, IM_END = "<|pad|>", "<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 PAD_ID, BOS_ID, EOS_ID, IM_END_ID = 0, 1, 2, 4
-VOCAB_SIZE = (
-    320  # 5 special tokens, 256 bytes and unused ones up to a multiple of 64, so that TP can split it
-)
+VOCAB_SIZE = 320  # 5 special tokens, 256 bytes and unused ones up to a multiple of 64, so that TP can split it
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -139,9 +137,7 @@ def encode(problems: Sequence[Addition], answers: Sequence[str]) -> torch.Tensor
     from tokenizers import pre_tokenizers
 
     ids = {token: idx + 5 for idx, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    rows = [
-        [ids[c] for c in p.prompt + answer] + [EOS_ID] for p, answer in zip(problems, answers, strict=True)
-    ]
+    rows = [[ids[c] for c in p.prompt + answer] + [EOS_ID] for p, answer in zip(problems, answers, strict=True)]
     return torch.tensor([row + [PAD_ID] * (10 - len(row)) for row in rows])
 
 
@@ -244,9 +240,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))  # runs from a checkout that isn't installed, too
     from rlhpc.errors import RlhpcError
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs/assets/tiny_arithmetic")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -145,9 +145,7 @@ def reinforce_plus_plus_baseline(
 
 
 @register("reinforce_plus_plus")
-def reinforce_plus_plus(
-    rewards: Tensor, mask: Tensor, group_ids: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, group_ids: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Discounted returns, whitened over the batch's tokens (arXiv 2501.03262). Masked tokens are stepped
     over."""
     returns, running = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
@@ -171,9 +169,7 @@ def gae(rewards: Tensor, mask: Tensor, group_ids: Tensor, options: Options) -> t
     """Generalised advantage estimation (arXiv 1506.02438), whitened; returns are the unwhitened advantages +
     values. Masked tokens are stepped over."""
     if options.values is None:
-        raise ConfigError(
-            "adv_estimator=gae needs a critic's values [B, T]; got none. Choose grpo or rloo without one"
-        )
+        raise ConfigError("adv_estimator=gae needs a critic's values [B, T]; got none. Choose grpo or rloo without one")
     values = torch.where(mask > 0, options.values.float(), 0.0)
     advantages = torch.zeros_like(rewards)
     next_value, running = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])

@@ -24,9 +24,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """
     base = _CANONICAL.get(kind.removesuffix("+"))
     if base is None:
-        raise ConfigError(
-            f"KL kind {kind!r} is unknown; choose {', '.join(_CANONICAL)}, each also with a '+' suffix"
-        )
+        raise ConfigError(f"KL kind {kind!r} is unknown; choose {', '.join(_CANONICAL)}, each also with a '+' suffix")
     difference = logprobs.float() - ref_logprobs.float()
     k2 = 0.5 * difference.square()
     if base == "k1":

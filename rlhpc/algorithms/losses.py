@@ -120,9 +120,7 @@ class PolicyLoss:
         for the device. Raises ConfigError for clip_c <= 1 or an unknown mode.
         """
         if clip_c <= 1:
-            raise ConfigError(
-                f"clip_ratio_c={clip_c} must be > 1, the ratio at which dual clip sets in; 3.0 is usual"
-            )
+            raise ConfigError(f"clip_ratio_c={clip_c} must be > 1, the ratio at which dual clip sets in; 3.0 is usual")
         logprobs, behavior = masked(logprobs.float(), mask), masked(behavior_logprobs.float(), mask).detach()
         advantages = masked(advantages.float(), mask).detach()
         log_ratio = logprobs - behavior

@@ -94,9 +94,7 @@ def write_plot(rows: Rows, path: Path) -> Path:
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise DataError(
-            f"the plot can't be written: {error}; choose another place with --plot PNG"
-        ) from error
+        raise DataError(f"the plot can't be written: {error}; choose another place with --plot PNG") from error
     return path
 
 

@@ -19,9 +19,7 @@ def imbalance(costs: Sequence[float] | np.ndarray, parts: Sequence[Sequence[int]
     return max(sums) * len(sums) / sum(sums)
 
 
-def partition(
-    costs: Sequence[float] | np.ndarray, num_parts: int, *, equal_size: bool = False
-) -> list[list[int]]:
+def partition(costs: Sequence[float] | np.ndarray, num_parts: int, *, equal_size: bool = False) -> list[list[int]]:
     """Splits items 0..n-1 of positive `costs` [n] into `num_parts` non-empty parts of nearly equal cost.
 
     Largest differencing method (Karmarkar and Karp, 1982): the two partial solutions that are least even are
@@ -61,9 +59,7 @@ def _merge(first: _Parts, second: _Parts, num_parts: int) -> _Parts:
     else:
         kept_first, kept_second = len(first) - overlap, len(second) - overlap
         merged = first[:kept_first] + second[:kept_second]
-        for (cost_a, node_a), (cost_b, node_b) in zip(
-            first[kept_first:], reversed(second[kept_second:]), strict=True
-        ):
+        for (cost_a, node_a), (cost_b, node_b) in zip(first[kept_first:], reversed(second[kept_second:]), strict=True):
             merged.append((cost_a + cost_b, (node_a, node_b)))
     merged.sort(key=itemgetter(0), reverse=True)
     return merged

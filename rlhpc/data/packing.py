@@ -25,9 +25,7 @@ class TokenSequence:
     fields: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert 1 <= self.prompt_len <= len(self.token_ids), (
-            f"sequence {self.sequence_id}: prompt_len={self.prompt_len}"
-        )
+        assert 1 <= self.prompt_len <= len(self.token_ids), f"sequence {self.sequence_id}: prompt_len={self.prompt_len}"
         for name, values in self.fields.items():
             assert np.shape(values) == (self.response_len,), (
                 f"{name} has shape {np.shape(values)}, R={self.response_len}"
@@ -111,9 +109,7 @@ def _response_spans(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return offsets[:-1] + prompt_lens - 1, offsets.diff() - prompt_lens
 
 
-def _check(
-    sequences: Sequence[TokenSequence], dp_size: int, max_tokens: int, max_sequences: int | None
-) -> None:
+def _check(sequences: Sequence[TokenSequence], dp_size: int, max_tokens: int, max_sequences: int | None) -> None:
     if len(sequences) < dp_size:
         raise ConfigError(
             f"{len(sequences)} sequences can't feed dp_size={dp_size} ranks; raise data.train_batch_size or "
@@ -133,9 +129,7 @@ def _check(
     assert len({frozenset(sequence.fields) for sequence in sequences}) == 1, "fields must be the same in all"
 
 
-def _fewest_microbatches(
-    lengths: np.ndarray, dp_size: int, max_tokens: int, max_sequences: int | None
-) -> int:
+def _fewest_microbatches(lengths: np.ndarray, dp_size: int, max_tokens: int, max_sequences: int | None) -> int:
     """A lower bound per rank: by total, by count, and as at most m sequences above budget/(m+1) share one."""
     bins = [-(-int(lengths.sum()) // max_tokens)]
     bins += [-(-int((lengths * (m + 1) > max_tokens).sum()) // m) for m in range(1, 9)]

@@ -46,9 +46,7 @@ def data_files(files: str | Path | Sequence[str | Path] | None) -> list[Path]:
     """Existing data files of one path or several. Raises DataError naming the one that can't be read."""
     listed = [files] if isinstance(files, str | Path) else list(files or [])
     if not listed:
-        raise DataError(
-            "no data files given; set data.train_files to a .jsonl or .parquet file, or to a list"
-        )
+        raise DataError("no data files given; set data.train_files to a .jsonl or .parquet file, or to a list")
     paths = [Path(name).expanduser() for name in listed]
     for path in paths:
         if path.suffix not in _READERS:
@@ -130,9 +128,7 @@ def _messages(row: Row, key: str) -> tuple[dict[str, str], ...]:
         for message in prompt
     )
     if not is_chat or not prompt:
-        raise DataError(
-            f"{row.where}: {key} must be text or a list of {{role, content}} messages, got {prompt!r:.200}"
-        )
+        raise DataError(f"{row.where}: {key} must be text or a list of {{role, content}} messages, got {prompt!r:.200}")
     return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
 
 
@@ -151,9 +147,7 @@ def _ground_truth(row: Row, value: Any) -> str:
         return str(value)
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
-    raise DataError(
-        f"{row.where}: the ground truth must be text, a number, a list or an object, got {value!r}"
-    )
+    raise DataError(f"{row.where}: the ground truth must be text, a number, a list or an object, got {value!r}")
 
 
 def _data_source(row: Row, cfg: DataConfig, default: str | None = None) -> str:
@@ -180,9 +174,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             try:
                 columns = json.loads(line)
             except ValueError as error:  # malformed JSON, or bytes that aren't UTF-8
-                raise DataError(
-                    f"{where}: not a JSON object on one line ({error}); repair or drop it"
-                ) from error
+                raise DataError(f"{where}: not a JSON object on one line ({error}); repair or drop it") from error
             if not isinstance(columns, dict):
                 raise DataError(f"{where}: each line must be a JSON object, got {type(columns).__name__}")
             yield Row(where, {name: value for name, value in columns.items() if value is not None})
@@ -203,9 +195,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                     where = f"{path} row {number}"
                     yield Row(where, {name: value for name, value in columns.items() if value is not None})
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"{path}: not readable as parquet after row {number} ({error}); write it anew"
-        ) from error
+        raise DataError(f"{path}: not readable as parquet after row {number} ({error}); write it anew") from error
 
 
 _READERS = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}

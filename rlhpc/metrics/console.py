@@ -26,11 +26,7 @@ class Column:
     width: int
 
     def cell(self, record: Mapping[str, float]) -> str:
-        values = [
-            value
-            for name, value in record.items()
-            if name == self.metric or name.startswith(self.metric + "/")
-        ]
+        values = [value for name, value in record.items() if name == self.metric or name.startswith(self.metric + "/")]
         text = format(sum(values) / len(values), self.spec) if values else "-"
         return text.rjust(self.width)
 
@@ -53,9 +49,7 @@ class Console:
     """Prints to `stream`. Everything that a log file gets is whole lines; only a terminal sees the bar."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
-        self._out = rich.console.Console(
-            file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True
-        )
+        self._out = rich.console.Console(file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True)
         self._total_steps = total_steps
         self._step_width = len(str(total_steps))
         self._durations: deque[float] = deque(maxlen=ETA_WINDOW)

@@ -29,9 +29,7 @@ class Reporter:
         """Raises ConfigError for an unknown logger and where wandb can't start."""
         trainer = cfg.trainer
         if unknown := set(trainer.logger) - set(LOGGERS):
-            raise ConfigError(
-                f"trainer.logger={sorted(unknown)} is unknown; choose among {', '.join(LOGGERS)}"
-            )
+            raise ConfigError(f"trainer.logger={sorted(unknown)} is unknown; choose among {', '.join(LOGGERS)}")
         self._cfg, self._directory, self._total_steps = cfg, directory, total_steps
         self._num_ranks = trainer.nnodes * trainer.n_gpus_per_node
         self._file = MetricsFile(directory / "metrics.jsonl")

@@ -25,8 +25,7 @@ class WandbRun:
             import wandb
         except ModuleNotFoundError as error:
             raise ConfigError(
-                "trainer.logger names wandb, which is not installed; pip install wandb, "
-                "or set trainer.logger=[console]"
+                "trainer.logger names wandb, which is not installed; pip install wandb, or set trainer.logger=[console]"
             ) from error
         self.id = _persisted_id(directory / "wandb_id")
         try:

@@ -71,9 +71,7 @@ class Move(NamedTuple):
         shared = min(len(self.src_extent), len(self.dst_extent))
         dim = next(d for d in range(-shared, 0) if self.dst_extent[d] > 1)
         half = self.dst_extent[dim] // 2
-        first = self._replace(
-            src_extent=_put(self.src_extent, dim, half), dst_extent=_put(self.dst_extent, dim, half)
-        )
+        first = self._replace(src_extent=_put(self.src_extent, dim, half), dst_extent=_put(self.dst_extent, dim, half))
         second = self._replace(
             src_offset=_put(self.src_offset, dim, self.src_offset[dim] + half),
             dst_offset=_put(self.dst_offset, dim, self.dst_offset[dim] + half),
@@ -131,9 +129,7 @@ def rounds(plan: ReshardPlan, rank: int, bucket_bytes: int) -> list[Round]:
         latest: dict[int, int] = defaultdict(int)  # by rank: moves of a pair stay in order
         for move in (part for whole in merge(copies) for part in whole.split(max(capacity // 2, 1))):
             i = max(latest[move.src_rank], latest[move.dst_rank])
-            while i < len(used) and any(
-                used[i][r] + move.numel > capacity for r in (move.src_rank, move.dst_rank)
-            ):
+            while i < len(used) and any(used[i][r] + move.numel > capacity for r in (move.src_rank, move.dst_rank)):
                 i += 1
             if i == len(used):
                 used.append(defaultdict(int))
@@ -166,12 +162,8 @@ class Resharder:
         self.received_bytes = 0  # by the latest run
         self._local = merge(c for c in plan.copies if c.is_local and c.dst_rank == rank)
         self._rounds = rounds(plan, rank, bucket_bytes)
-        self._src_dtypes = {
-            c.src_buffer: plan.src_dtypes[c.tensor] for c in plan.copies if c.src_rank == rank
-        }
-        self._dst_dtypes = {
-            c.dst_buffer: plan.dst_dtypes[c.tensor] for c in plan.copies if c.dst_rank == rank
-        }
+        self._src_dtypes = {c.src_buffer: plan.src_dtypes[c.tensor] for c in plan.copies if c.src_rank == rank}
+        self._dst_dtypes = {c.dst_buffer: plan.dst_dtypes[c.tensor] for c in plan.copies if c.dst_rank == rank}
 
     def run(self, src_buffers: Mapping[str, torch.Tensor], dst_buffers: Mapping[str, torch.Tensor]) -> None:
         """Copies every region of the plan. Collective; buffers on one device. Raises ModelError, before

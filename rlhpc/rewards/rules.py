@@ -19,9 +19,7 @@ Reward = Callable[..., float]
 
 class _Registry(dict[str, Reward]):
     def __missing__(self, name: str) -> Reward:
-        raise ConfigError(
-            f"unknown reward {name!r}; choose {', '.join(sorted(self))}, or path/to/file.py:function"
-        )
+        raise ConfigError(f"unknown reward {name!r}; choose {', '.join(sorted(self))}, or path/to/file.py:function")
 
 
 REWARDS: dict[str, Reward] = _Registry()

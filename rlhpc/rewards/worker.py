@@ -55,12 +55,8 @@ def load_reward(file: Path, function: str) -> Reward:
     spec.loader.exec_module(module)
     reward = getattr(module, function, None)
     if not callable(reward):
-        found = sorted(
-            name for name, _ in inspect.getmembers(module, inspect.isfunction) if not name.startswith("_")
-        )
-        raise ConfigError(
-            f"reward.name: {file} has no function {function!r}, only {', '.join(found) or 'none'}"
-        )
+        found = sorted(name for name, _ in inspect.getmembers(module, inspect.isfunction) if not name.startswith("_"))
+        raise ConfigError(f"reward.name: {file} has no function {function!r}, only {', '.join(found) or 'none'}")
     loaded: Reward = reward
     return loaded
 
@@ -102,9 +98,7 @@ class _Evaluator:
             if not file:
                 self.loaded[name]("1", "1")  # loads what the rule needs and checks the values of its kwargs
         except Exception as error:  # a user's file may raise anything while it loads
-            raise ConfigError(
-                f"reward {name} with kwargs {self.kwargs} can't be used: {_describe(error)}"
-            ) from error
+            raise ConfigError(f"reward {name} with kwargs {self.kwargs} can't be used: {_describe(error)}") from error
 
     def evaluate(self, name: str, completion: str, ground_truth: str) -> tuple[float | None, str]:
         try:

@@ -38,7 +38,9 @@ with local_ray(ClusterConfig(ray_temp_root=sys.argv[1]), num_ranks=2, num_gpus=0
 
 def start_driver(root: Path, mode: str) -> tuple[subprocess.Popen[str], Session]:
     env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(root), mode], stdout=subprocess.PIPE, text=True, env=env)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(root), mode], stdout=subprocess.PIPE, text=True, env=env
+    )
     assert driver.stdout is not None
     for line in driver.stdout:
         if line.startswith("READY"):

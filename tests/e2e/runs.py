@@ -126,9 +126,7 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
     assert comparable(run_dir) == comparable(reference)
     ours, theirs = final_tensors(run_dir), final_tensors(reference)
     assert ours.keys() == theirs.keys()
-    different = [
-        name for name in ours if not torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8))
-    ]
+    different = [name for name in ours if not torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8))]
     assert different == []
 
 

@@ -261,7 +261,8 @@ class MegatronTrainer:
         for name, value in expected.items():
             if scalars.get(name) != value:
                 raise CheckpointError(
-                    f"training state has {name} {scalars.get(name)}, this run {value}; resume with what it was saved with"
+                    f"training state has {name} {scalars.get(name)}, this run {value}; "
+                    "resume with what it was saved with"
                 )
         for name, parameter in self._frozen().items():
             parameter.copy_(tensors[name])

@@ -62,9 +62,7 @@ class ModelFacts:
 
 def _check_divides(name: str, size: int, of: str, total: int) -> None:
     if size < 1 or total % size:
-        raise ConfigError(
-            f"{name}={size} must divide {of}={total}; choose {', '.join(map(str, divisors(total)))}"
-        )
+        raise ConfigError(f"{name}={size} must divide {of}={total}; choose {', '.join(map(str, divisors(total)))}")
 
 
 def _check_kv_heads(name: str, tp: int, kv_heads: int) -> None:
@@ -100,9 +98,7 @@ def rope_theta(hf_config: HfConfig) -> float:
     for where, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         kind = value.get("rope_type", value.get("type", "default"))
         if kind != "default":
-            raise ModelError(
-                f"config.json: {where} of rope_type {kind!r} is not supported; supported: 'default'"
-            )
+            raise ModelError(f"config.json: {where} of rope_type {kind!r} is not supported; supported: 'default'")
         refuse(value, "partial_rotary_factor", (None, 1, 1.0))
     refuse(hf_config, "partial_rotary_factor", (None, 1, 1.0))
     return float(required({**hf_config, **parameters}, "rope_theta"))
@@ -126,9 +122,7 @@ def decoder_facts(hf_config: HfConfig, *, qk_norm: bool) -> ModelFacts:
         intermediate_size=int(hf_config.get("intermediate_size") or 0),
         num_experts=experts,
         experts_per_token=int(required(hf_config, "num_experts_per_tok")) if experts else 0,
-        moe_intermediate_size=int(required(hf_config, "moe_intermediate_size", "intermediate_size"))
-        if experts
-        else 0,
+        moe_intermediate_size=int(required(hf_config, "moe_intermediate_size", "intermediate_size")) if experts else 0,
         norm_topk_prob=bool(hf_config.get("norm_topk_prob", False)),
         vocab_size=int(required(hf_config, "vocab_size")),
         rope_theta=rope_theta(hf_config),
@@ -139,11 +133,8 @@ def decoder_facts(hf_config: HfConfig, *, qk_norm: bool) -> ModelFacts:
     )
     if facts.num_heads % facts.num_kv_heads:
         raise ModelError(
-            f"config.json: num_key_value_heads={facts.num_kv_heads} must divide "
-            f"num_attention_heads={facts.num_heads}"
+            f"config.json: num_key_value_heads={facts.num_kv_heads} must divide num_attention_heads={facts.num_heads}"
         )
     if facts.experts_per_token > experts:
-        raise ModelError(
-            f"config.json: num_experts_per_tok={facts.experts_per_token} exceeds num_experts={experts}"
-        )
+        raise ModelError(f"config.json: num_experts_per_tok={facts.experts_per_token} exceeds num_experts={experts}")
     return facts

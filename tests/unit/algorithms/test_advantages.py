@@ -73,9 +73,7 @@ def test_reinforce_plus_plus_discounts_over_response_tokens_only() -> None:
 
 def test_remax_subtracts_the_greedy_reward() -> None:
     rewards, mask = outcome_batch([1.0, 0.5], [2, 1], 2)
-    advantages, returns = ESTIMATORS["remax"](
-        rewards, mask, torch.tensor([0, 1]), baselines=torch.tensor([0.25, 1.0])
-    )
+    advantages, returns = ESTIMATORS["remax"](rewards, mask, torch.tensor([0, 1]), baselines=torch.tensor([0.25, 1.0]))
     torch.testing.assert_close(returns, torch.tensor([[1.0, 1.0], [0.5, 0.0]]))
     torch.testing.assert_close(advantages, torch.tensor([[0.75, 0.75], [-0.5, 0.0]]))
 
@@ -90,9 +88,7 @@ def test_gae_by_hand() -> None:
     torch.testing.assert_close(returns, torch.tensor([[1.25, 3.0], [1.0, 0.0]]))
     raw = np.array([0.25, 1.0, -3.0])
     white = (raw - raw.mean()) / raw.std(ddof=1)
-    torch.testing.assert_close(
-        advantages, torch.tensor([[white[0], white[1]], [white[2], 0.0]], dtype=torch.float32)
-    )
+    torch.testing.assert_close(advantages, torch.tensor([[white[0], white[1]], [white[2], 0.0]], dtype=torch.float32))
 
 
 def test_gae_steps_over_masked_tokens() -> None:
@@ -108,16 +104,12 @@ def test_gae_steps_over_masked_tokens() -> None:
         assert torch.equal(got[mask == 0], torch.zeros(2))
 
 
-def gae_loop(
-    rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float
-) -> tuple[np.ndarray, np.ndarray]:
+def gae_loop(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
     """A_t = Σ_k (γλ)^k δ_{t+k}, summed straight from the definition."""
     length = len(rewards)
     following = np.append(values[1:], 0.0)
     delta = rewards + gamma * following - values
-    advantages = np.array(
-        [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, length)) for t in range(length)]
-    )
+    advantages = np.array([sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, length)) for t in range(length)])
     return advantages, advantages + values
 
 
@@ -130,9 +122,7 @@ def test_gae_is_its_definition(seed: int, gamma: float, lam: float) -> None:
     raw, returns = np.zeros((5, 6)), np.zeros((5, 6))
     for row, length in enumerate(lengths):
         mask[row, :length] = 1
-        raw[row, :length], returns[row, :length] = gae_loop(
-            rewards[row, :length], values[row, :length], gamma, lam
-        )
+        raw[row, :length], returns[row, :length] = gae_loop(rewards[row, :length], values[row, :length], gamma, lam)
     selected = raw[mask > 0]
     whitened = np.where(mask > 0, (raw - selected.mean()) / selected.std(ddof=1), 0)
     tensors = [torch.from_numpy(array).float() for array in (rewards, mask, values)]

@@ -88,9 +88,7 @@ REGIONS = [
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient", "clipped", "lower"), REGIONS)
-def test_clip_regions(
-    ratio: float, advantage: float, loss: float, gradient: float, clipped: int, lower: int
-) -> None:
+def test_clip_regions(ratio: float, advantage: float, loss: float, gradient: float, clipped: int, lower: int) -> None:
     got_loss, got_gradient, metrics = policy_loss("vanilla", [ratio], [advantage])
     assert got_loss == pytest.approx(loss, rel=1e-5)
     assert got_gradient == pytest.approx([gradient], rel=1e-5)
@@ -124,9 +122,7 @@ def test_rollout_weights_scale_each_token() -> None:
 
 def test_gspo_clips_the_geometric_mean_and_reaches_every_token() -> None:
     # Ratios 1.44 and 1: the sequence's is sqrt(1.44) = 1.2. Unclipped at high 0.3: loss, gradient -A·1.2.
-    loss, gradient, metrics = policy_loss(
-        "gspo", [1.44, 1.0], [1.0, 1.0], loss_agg_mode="seq-mean-token-mean"
-    )
+    loss, gradient, metrics = policy_loss("gspo", [1.44, 1.0], [1.0, 1.0], loss_agg_mode="seq-mean-token-mean")
     assert loss == pytest.approx(-1.2, rel=1e-5)
     assert gradient == pytest.approx([-0.6, -0.6], rel=1e-5)
     assert metrics["actor/pg_clipfrac"] == 0

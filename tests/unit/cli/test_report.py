@@ -39,9 +39,7 @@ def test_text_and_plot(tmp_path):
     text = report(tmp_path)
     (validation,) = [line.split() for line in text.splitlines() if line.startswith("val-core/")]
     assert validation == ["val-core/arithmetic/reward/mean@1", "0.25", "0.875", "0.5625", "0.25", "0.875"]
-    assert [line.split() for line in text.splitlines() if line.startswith("gen ")] == [
-        ["gen", "2.000", "60.0%"]
-    ]
+    assert [line.split() for line in text.splitlines() if line.startswith("gen ")] == [["gen", "2.000", "60.0%"]]
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -18,8 +18,7 @@ from rlhpc.errors import DataError
 
 GSM8K = Path(__file__).parents[2] / "data" / "gsm8k.jsonl"
 CHAT = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
-    "{% if add_generation_prompt %}[bot]{% endif %}"
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
 )
 ASK = ' Let\'s think step by step and output the final answer after "####".'
 
@@ -105,9 +104,7 @@ def user(content):
 def test_verl_rows(tokenizer, cfg, tmp_path, kind):
     rows = [
         verl_row([user("2+2=")], extra_info={"split": "train", "index": 7}),
-        verl_row(
-            [{"role": "system", "content": "be"}, user("3+3="), {"role": "assistant", "content": "hello"}]
-        ),
+        verl_row([{"role": "system", "content": "be"}, user("3+3="), {"role": "assistant", "content": "hello"}]),
     ]
     path = tmp_path / f"a.{kind}"
     if kind == "jsonl":
@@ -123,9 +120,7 @@ def test_verl_rows(tokenizer, cfg, tmp_path, kind):
 
 
 def test_prompt_key_and_data_source_for_rows_without(tokenizer, cfg, tmp_path):
-    path = write(
-        tmp_path / "a.jsonl", [{"problem": "1+1=", "answer": 2}, {"problem": "2+2=", "answer": [4, "four"]}]
-    )
+    path = write(tmp_path / "a.jsonl", [{"problem": "1+1=", "answer": 2}, {"problem": "2+2=", "answer": [4, "four"]}])
     prompts = load_prompts(path, tokenizer, replace(cfg, prompt_key="problem", data_source="arithmetic"))
     assert [(p.ground_truth, p.data_source) for p in prompts] == [
         ("2", "arithmetic"),
@@ -142,9 +137,7 @@ def test_files_are_concatenated_and_overlong_rows_counted(tokenizer, cfg, tmp_pa
     assert len(prompts.head(2)) == 2 and len(prompts.head(-1)) == 3
     with pytest.raises(DataError, match=r"a.jsonl:2: the prompt has 11 tokens.*is 10; raise it to 11"):
         load_prompts([first, second], tokenizer, replace(cfg, filter_overlong_prompts=False))
-    with pytest.raises(
-        DataError, match=r"all 4 prompts exceed data.max_prompt_length=2.*shortest has 3.*longest 11"
-    ):
+    with pytest.raises(DataError, match=r"all 4 prompts exceed data.max_prompt_length=2.*shortest has 3.*longest 11"):
         load_prompts([first, second], tokenizer, replace(cfg, max_prompt_length=2))
 
 

@@ -100,9 +100,7 @@ def test_attention_cost_pairs_long_sequences_with_fewer_tokens():
     # Tokens alone: 8 | 4+4. With quadratic_tokens=4 a length L costs L + L^2/4: 8 -> 24, 4 -> 8, 1 -> 1.25.
     lengths = [8, 4, 4, 1, 1, 1, 1]
     tokens = pack([sequence(i, n) for i, n in enumerate(lengths)], dp_size=2, max_tokens=100)
-    flops = pack(
-        [sequence(i, n) for i, n in enumerate(lengths)], dp_size=2, max_tokens=100, quadratic_tokens=4
-    )
+    flops = pack([sequence(i, n) for i, n in enumerate(lengths)], dp_size=2, max_tokens=100, quadratic_tokens=4)
     assert sorted(rank[0].num_tokens for rank in tokens) == [10, 10]
     assert sorted(rank[0].num_tokens for rank in flops) == [8, 12]
 
@@ -132,9 +130,7 @@ def workloads(draw):
     sequences = []
     for i, length in enumerate(lengths):
         prompt_len = int(rng.integers(1, length + 1))
-        sequences.append(
-            sequence(i, length, prompt_len, reward=rng.random(length - prompt_len).astype(np.float32))
-        )
+        sequences.append(sequence(i, length, prompt_len, reward=rng.random(length - prompt_len).astype(np.float32)))
     max_sequences = draw(st.none() | st.integers(1, 6))
     return sequences, {"dp_size": dp_size, "max_tokens": max_tokens, "max_sequences": max_sequences}
 
@@ -158,9 +154,7 @@ def test_every_packing_keeps_its_promises(workload):
             tokens = batch.input_ids[offsets[row] : offsets[row + 1]]
             seen[key] = (tokens.tolist(), batch.prompt_lens[row].item(), by_id[key].tolist())
             assert padded[row][mask[row].bool()].tolist() == by_id[key].tolist()
-    assert seen == {
-        s.sequence_id: (s.token_ids.tolist(), s.prompt_len, s.fields["reward"].tolist()) for s in sequences
-    }
+    assert seen == {s.sequence_id: (s.token_ids.tolist(), s.prompt_len, s.fields["reward"].tolist()) for s in sequences}
     repeated = pack(sequences, **options)
     assert [[b.sequence_ids.tolist() for b in rank] for rank in repeated] == [
         [b.sequence_ids.tolist() for b in rank] for rank in ranks

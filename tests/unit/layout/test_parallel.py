@@ -49,13 +49,9 @@ def test_groups_equal_megatrons(sizes: tuple[int, ...]) -> None:
 
 
 def test_indivisible_world_names_the_choices() -> None:
-    with pytest.raises(
-        ConfigError, match=r"tp=3 \* cp=1 \* pp=2 = 6 must divide the 8 ranks; choose tp from 1, 2, 4"
-    ):
+    with pytest.raises(ConfigError, match=r"tp=3 \* cp=1 \* pp=2 = 6 must divide the 8 ranks; choose tp from 1, 2, 4"):
         ParallelLayout(tp=3, pp=2, cp=1, ep=1, etp=1, world_size=8)
-    with pytest.raises(
-        ConfigError, match=r"etp=2 \* ep=8 .* = 16 must divide the 8 ranks; .* ep from 1, 2, 4$"
-    ):
+    with pytest.raises(ConfigError, match=r"etp=2 \* ep=8 .* = 16 must divide the 8 ranks; .* ep from 1, 2, 4$"):
         ParallelLayout(tp=1, pp=1, cp=1, ep=8, etp=2, world_size=8)
     with pytest.raises(ConfigError, match="ep=0 must be at least 1"):
         ParallelLayout(tp=1, pp=1, cp=1, ep=0, etp=1, world_size=8)

@@ -90,9 +90,7 @@ for step in range(1_000_000):
 
 def test_what_append_returned_from_survives_a_kill(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(file.path)], stdout=subprocess.PIPE, text=True
-    )
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(file.path)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     confirmed = [int(writer.stdout.readline()) for _ in range(20)][-1]
     writer.kill()

@@ -86,9 +86,7 @@ def test_the_table_is_aligned_and_the_summary_says_what_was_learnt(
         for step in range(5):
             reporter.progress(step, "gen", 0.5)
             reporter.log(step, record(step))
-        reporter.generations(
-            4, [{"prompt": "1 +\n1=", "response": "2", "ground_truth": "2", "reward": 1.0}] * 9
-        )
+        reporter.generations(4, [{"prompt": "1 +\n1=", "response": "2", "ground_truth": "2", "reward": 1.0}] * 9)
         reporter.close_run(4, finished=False)
     lines = capsys.readouterr().out.splitlines()
     assert all(re.fullmatch(r"\d\d:\d\d:\d\d  .*", line) for line in lines), "whole lines only, without a bar"
@@ -149,9 +147,7 @@ def test_a_terminal_gets_a_bar_below_the_same_lines() -> None:
 
 
 def test_unknown_loggers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"trainer.logger=\['tensorbord'\] is unknown; choose among console"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer.logger=\['tensorbord'\] is unknown; choose among console"):
         Reporter(config("console", "tensorbord"), tmp_path, 1)
 
 
@@ -195,9 +191,7 @@ def test_wandb_keeps_one_run_across_restarts(tmp_path: Path) -> None:
             if kind == "exit":
                 exits.append(entry.exit.exit_code)
             if kind == "history":
-                items = {
-                    "/".join(item.nested_key) or item.key: item.value_json for item in entry.history.item
-                }
+                items = {"/".join(item.nested_key) or item.key: item.value_json for item in entry.history.item}
                 steps.append(entry.history.step.num)
                 scores[steps[-1]] = items.get("critic/score/mean")
                 assert "actor/pg_loss" not in items

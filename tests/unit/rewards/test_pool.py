@@ -132,9 +132,7 @@ def test_a_hanging_reward_times_out_and_its_worker_is_replaced(pool, trouble):
     assert score(pool, "5", "6") == [(5.0, "ok"), (6.0, "ok")]
 
 
-@pytest.mark.parametrize(
-    "trouble", ["exit", "quit", "segfault", "raise", "memory", "nan", "infinite", "text", "none"]
-)
+@pytest.mark.parametrize("trouble", ["exit", "quit", "segfault", "raise", "memory", "nan", "infinite", "text", "none"])
 def test_a_failing_reward_is_an_error_and_costs_no_other_item(pool, trouble):
     expected = [(float(i), "ok") for i in range(20)]
     expected[3] = (0.0, "error")
@@ -189,8 +187,7 @@ def test_any_thread_many_at_once(pool):
     for thread in threads:
         thread.join(timeout=30)
     assert outcome == {
-        k: [(float(k + i), "ok") for i in range(30)] + [(0.0, "timeout" if k == 2 else "ok")]
-        for k in range(4)
+        k: [(float(k + i), "ok") for i in range(30)] + [(0.0, "timeout" if k == 2 else "ok")] for k in range(4)
     }
 
 

@@ -104,9 +104,7 @@ def test_math(completion, truth, score):
 def test_data_sources_lead_to_their_rewards():
     assert reward_of_source("openai/gsm8k") == reward_of_source("gsm8k") == "gsm8k"
     assert reward_of_source("arithmetic") == "arithmetic"
-    with pytest.raises(
-        ConfigError, match=r"data_source='poems'; known: .*arithmetic.*openai/gsm8k.*reward.name"
-    ):
+    with pytest.raises(ConfigError, match=r"data_source='poems'; known: .*arithmetic.*openai/gsm8k.*reward.name"):
         reward_of_source("poems")
     with pytest.raises(ConfigError, match="unknown reward 'poem'; choose arithmetic, format, gsm8k, math"):
         REWARDS["poem"]
