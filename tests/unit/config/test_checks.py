@@ -85,6 +85,8 @@ RTP = f"{ROLLOUT}.tensor_model_parallel_size"
         ({"trainer.test_freq": 5, "data.val_files": "/v.jsonl"}, 4),
         ({"trainer.logger": ["console", "wandb"], "trainer.wandb_mode": "offline"}, 4),
         ({f"{ROLLOUT}.chunk_prompts": 4}, 4),
+        ({"reward.name": "gsm8k"}, 4),
+        ({"reward.name": f"{__file__}:score"}, 4),
     ],
 )
 def test_allowed(overrides, world_size):
@@ -134,6 +136,8 @@ def test_allowed(overrides, world_size):
         ({"trainer.critic_warmup": 1}, 4, ["critic_warmup=1", "set 0"]),
         ({"trainer.resume_mode": "resume_path"}, 4, ["resume_mode=resume_path with resume_from_path=None"]),
         ({"trainer.resume_from_path": "/c"}, 4, ["resume_mode=auto with resume_from_path=/c"]),
+        ({"reward.name": "gsm8"}, 4, ["reward.name='gsm8' is unknown", "gsm8k", "FILE.py:FUNCTION"]),
+        ({"reward.name": "nowhere.py:score"}, 4, ["there is no file", "nowhere.py"]),
         ({"trainer.test_freq": 5}, 4, ["trainer.test_freq=5 needs data.val_files"]),
         ({f"{ACTOR}.optim.lr_decay_style": "cosine"}, 4, ["lr_decay_style=cosine", "total_training_steps"]),
         ({"trainer.balance_batch": False}, 4, ["balance_batch=false", "set true"]),
