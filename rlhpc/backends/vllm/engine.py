@@ -206,7 +206,7 @@ class VllmEngine:
         if written.keys() != shapes.keys():
             missing, unknown = sorted(written.keys() - shapes.keys()), sorted(shapes.keys() - written.keys())
             raise EngineError(
-                f"vllm {private.vllm.__version__} and the family's rollout layout name different parameters: "
+                f"vllm {private.VERSION} and the family's rollout layout name different parameters: "
                 f"only in the layout {missing[:4]}, only in vLLM {unknown[:4]}"
             )
         for spec in self._specs:

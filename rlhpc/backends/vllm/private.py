@@ -16,7 +16,7 @@ import torch
 import vllm
 from torch import nn
 from torch.distributed import ProcessGroup
-from vllm import LLM
+from vllm import LLM as LLM  # the engine takes it from here, after the environment is set
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention import Attention
@@ -27,15 +27,15 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from rlhpc.errors import EngineError
 
+VERSION: str = vllm.__version__
 SUPPORTED_VERSIONS = ("0.24", "0.32")
 
 
 def check_version() -> None:
     """Raises EngineError under a vLLM that this file was not written for."""
-    if ".".join(vllm.__version__.split(".")[:2]) not in SUPPORTED_VERSIONS:
+    if ".".join(VERSION.split(".")[:2]) not in SUPPORTED_VERSIONS:
         raise EngineError(
-            f"vllm {vllm.__version__} is not supported; install {' or '.join(SUPPORTED_VERSIONS)}.x "
-            "(rlhpc[gpu] or rlhpc[cpu])"
+            f"vllm {VERSION} is not supported; install {' or '.join(SUPPORTED_VERSIONS)}.x (rlhpc[gpu] or rlhpc[cpu])"
         )
 
 

@@ -22,7 +22,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 def test_version_is_one_that_private_was_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
     private.check_version()
-    monkeypatch.setattr(private.vllm, "__version__", "0.99.1")
+    monkeypatch.setattr(private, "VERSION", "0.99.1")
     with pytest.raises(EngineError, match=r"vllm 0\.99\.1 is not supported; install 0\.24 or 0\.32"):
         private.check_version()
 
