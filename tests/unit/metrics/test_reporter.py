@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,10 +152,19 @@ def test_unknown_loggers_are_refused(tmp_path: Path) -> None:
         Reporter(config("console", "tensorbord"), tmp_path, 1)
 
 
-def wandb_records(path: Path) -> Iterator[Any]:
-    """The protobuf records of an offline run: after a file header of 7 bytes a LevelDB log, that is blocks of
-    32 KiB of fragments with a header of CRC32 (4 bytes), length (2) and type (1: whole, 2: first, 3: middle,
-    4: last)."""
+def wandb_records(path: Path) -> list[Any]:
+    """The protobuf records of an offline run, once wandb's own process, which writes on after `finish`, is
+    done."""
+    deadline = time.monotonic() + 60
+    while not (records := list(_read_wandb(path))) or records[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, f"{path} has no exit record"
+        time.sleep(0.05)
+    return records
+
+
+def _read_wandb(path: Path) -> Iterator[Any]:
+    """After a file header of 7 bytes a LevelDB log: blocks of 32 KiB of fragments with a header of CRC32 (4
+    bytes), length (2) and type (1: whole, 2: first, 3: middle, 4: last)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, record = path.read_bytes(), 7, b""
@@ -163,8 +173,10 @@ def wandb_records(path: Path) -> Iterator[Any]:
             at += left
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
-        record += data[at + 7 : at + 7 + length]
         at += 7 + length
+        if at > len(data):
+            return  # still being written
+        record += data[at - length : at]
         if kind in (1, 4):
             yield Record.FromString(record)
             record = b""
