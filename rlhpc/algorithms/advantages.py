@@ -86,8 +86,7 @@ def group_sum(values: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def _scores_and_mean(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, their group's mean and the group's size, each [B]. A group of one has mean 0: it has no
-    baseline."""
+    """Scores, their group's mean and the group's size, each [B]. A group of one has mean 0: it has no baseline."""
     scores = rewards.double().sum(-1)
     size = group_sum(torch.ones_like(scores), group_ids)
     mean = torch.where(size > 1, group_sum(scores, group_ids) / size, 0.0)
@@ -146,8 +145,7 @@ def reinforce_plus_plus_baseline(
 
 @register("reinforce_plus_plus")
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, group_ids: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Discounted returns, whitened over the batch's tokens (arXiv 2501.03262). Masked tokens are stepped
-    over."""
+    """Discounted returns, whitened over the batch's tokens (arXiv 2501.03262). Masked tokens are stepped over."""
     returns, running = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         running = torch.where(mask[:, t] > 0, rewards[:, t] + options.gamma * running, running)

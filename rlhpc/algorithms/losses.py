@@ -70,8 +70,7 @@ def _count(given: float | None, counted: Tensor) -> float | Tensor:
 
 
 class Clip(NamedTuple):
-    """Ratios are clipped to [1 - low, 1 + high]; for negative advantages the loss is bounded at ratio
-    `dual`."""
+    """Ratios are clipped to [1 - low, 1 + high]; for negative advantages the loss is bounded at ratio `dual`."""
 
     low: float
     high: float
@@ -79,8 +78,7 @@ class Clip(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """A surrogate's outcome, each [B, T]; `clipped` and `clipped_lower` mark the tokens that the clips
-    changed."""
+    """A surrogate's outcome, each [B, T]; `clipped` and `clipped_lower` mark the tokens that the clips changed."""
 
     loss: Tensor
     clipped: Tensor

@@ -10,8 +10,7 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """`registry[name]` of an unknown name raises ConfigError; `name in registry` and iteration are a
-    dict's."""
+    """`registry[name]` of an unknown name raises ConfigError; `name in registry` and iteration are a dict's."""
 
     def __init__(self, setting: str) -> None:
         super().__init__()
@@ -21,8 +20,7 @@ class Registry(dict[str, T]):
         raise ConfigError(f"{self.setting}={name!r} is unknown; choose {', '.join(sorted(self))}")
 
     def add(self, name: str, entry: T) -> None:
-        """Raises ConfigError where the name is taken: a silent replacement would change every run that names
-        it."""
+        """Raises ConfigError where the name is taken: a silent replacement would change every run that names it."""
         if name in self:
             raise ConfigError(f"{self.setting}={name!r} is already registered; give the new one another name")
         self[name] = entry

@@ -14,8 +14,7 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of [B, T] `values` over the set entries of `mask`, along `dim` or over all; 0 where none is
-    set."""
+    """Mean of [B, T] `values` over the set entries of `mask`, along `dim` or over all; 0 where none is set."""
     total, count = masked(values, mask), mask.to(values.dtype)
     if dim is None:
         return total.sum() / count.sum().clamp(min=1)

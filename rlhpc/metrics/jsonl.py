@@ -36,8 +36,7 @@ class MetricsFile:
             raise_write_error(error, self.path, len(line) + 1)
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines. A last line that a crash tore is left out; raises DataError for any other bad
-        line."""
+        """All whole lines. A last line that a crash tore is left out; raises DataError for any other bad line."""
         if not self.path.exists():
             return []
         lines = self.path.read_bytes().split(b"\n")

@@ -52,8 +52,7 @@ class WandbRun:
         return str(self._run.url)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Steps that the run already has, from before a restart, are left as they are: a run's history only
-        grows."""
+        """Steps that the run already has, from before a restart, are left as they are: a run's history only grows."""
         if step >= self._run.step:
             self._run.log({n: v for n, v in metrics.items() if math.isfinite(v)}, step=step)
 

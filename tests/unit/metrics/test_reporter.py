@@ -153,8 +153,7 @@ def test_unknown_loggers_are_refused(tmp_path: Path) -> None:
 
 
 def wandb_records(path: Path) -> list[Any]:
-    """The protobuf records of an offline run, once wandb's own process, which writes on after `finish`, is
-    done."""
+    """The protobuf records of an offline run, once wandb's own process, which writes on after `finish`, is done."""
     deadline = time.monotonic() + 60
     while not (records := list(_read_wandb(path))) or records[-1].WhichOneof("record_type") != "exit":
         assert time.monotonic() < deadline, f"{path} has no exit record"
