@@ -1,4 +1,4 @@
-"""HF safetensors in and out through the planner: a rank reads only its boxes and writes only the tensors it owns."""
+"""HF safetensors in and out: a rank reads only its boxes and writes only the tensors that it owns."""
 
 from __future__ import annotations
 
@@ -15,41 +15,23 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rlhpc.errors import ModelError
+from rlhpc.errors import CheckpointError, ModelError
 from rlhpc.layout.spec import Shard, ShardSpec
 from rlhpc.reshard.execute import Resharder, region
 from rlhpc.reshard.plan import ITEM_BYTES, plan
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 * 1024**3
+READABLE = ("F64", "F32", "BF16", "F16")  # cast to the buffers' dtype; the rest is quantised
 IGNORABLE = ("rotary_emb.inv_freq",)  # buffers that old exports carry and every implementation computes
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-
-
-def tensor_files(directory: Path) -> dict[str, Path]:
-    """The file of every tensor in an HF directory. Raises ModelError naming what is missing or damaged."""
-    index = directory / INDEX_NAME
-    if index.exists():
-        try:
-            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise ModelError(f"{index} is damaged ({error!r}); copy it again from the model's source") from error
-        files = {name: directory / file for name, file in names.items()}
-        for path in sorted({path for path in files.values() if not path.exists()}):
-            raise ModelError(f"{path} is missing, though {INDEX_NAME} names it; copy it from the model's source")
-        return files
-    single = directory / SINGLE_NAME
-    if not single.exists():
-        raise ModelError(f"{directory} has neither {INDEX_NAME} nor {SINGLE_NAME}; give a directory in HF format")
-    with _open(single) as file:
-        return {name: single for name in file.keys()}  # noqa: SIM118
 
 
 def load_hf(directory: Path, specs: Sequence[ShardSpec], rank: int, buffers: Mapping[str, torch.Tensor]) -> None:
     """Fills this rank's buffers with its boxes of the directory's tensors, cast to the buffers' dtype.
 
-    Only those bytes are read. Raises ModelError, naming file and tensor, for what is missing, truncated, of another
-    shape, or unknown.
+    Only those bytes are read. Raises ModelError, naming file and tensor, for what is missing, truncated, unknown,
+    quantised or of another shape than the specs'.
     """
     directory = Path(directory)
     files = tensor_files(directory)
@@ -65,16 +47,58 @@ def load_hf(directory: Path, specs: Sequence[ShardSpec], rank: int, buffers: Map
             for spec, shard in boxes:
                 if spec.name not in held:
                     raise ModelError(f"{path} lacks {spec.name}, which {INDEX_NAME} says it holds")
-                source = file.get_slice(spec.name)
-                if tuple(source.get_shape()) != spec.shape:
-                    raise ModelError(
-                        f"{path}: {spec.name} has shape {tuple(source.get_shape())}; config.json asks for {spec.shape}"
-                    )
-                box = source[tuple(slice(a, b) for a, b in zip(shard.start, shard.stop, strict=True))]
-                extent = tuple(b - a for a, b in zip(shard.start, shard.stop, strict=True))
-                lead = (1,) * (len(shard.offset) - len(extent))
-                with torch.no_grad():
-                    region(buffers[shard.buffer], shard.offset, lead + extent).copy_(box.reshape(lead + extent))
+                _read(path, file, spec, shard, buffers[shard.buffer])
+
+
+def _read(path: Path, file: safe_open, spec: ShardSpec, shard: Shard, buffer: torch.Tensor) -> None:
+    source = file.get_slice(spec.name)
+    if (shape := tuple(source.get_shape())) != spec.shape:
+        raise ModelError(f"{path}: {spec.name} has shape {shape}; config.json asks for {spec.shape}")
+    if (dtype := source.get_dtype()) not in READABLE:
+        raise ModelError(f"{path}: {spec.name} has dtype {dtype}; readable are {', '.join(READABLE)}")
+    box = source[tuple(slice(a, b) for a, b in zip(shard.start, shard.stop, strict=True))]
+    extent = (1,) * (len(shard.offset) - box.dim()) + tuple(box.shape)
+    with torch.no_grad():
+        region(buffer, shard.offset, extent).copy_(box.reshape(extent))
+
+
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """The file of every tensor in an HF directory. Raises ModelError naming what is missing or damaged."""
+    index, single = directory / INDEX_NAME, directory / SINGLE_NAME
+    if index.exists():
+        try:
+            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{index} is damaged ({error!r}); copy it again from the model's source") from error
+        files = {name: directory / file for name, file in names.items()}
+        if missing := sorted({str(path) for path in files.values() if not path.exists()}):
+            raise ModelError(f"{INDEX_NAME} names files that are missing: {', '.join(missing[:4])}; copy them again")
+        return files
+    if not single.exists():
+        raise ModelError(f"{directory} has neither {INDEX_NAME} nor {SINGLE_NAME}; give an HF model directory")
+    with _open(single) as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} can't be read ({error}): truncated or damaged; copy it again") from error
+
+
+def _check_names(directory: Path, files: Mapping[str, Path], specs: Iterable[ShardSpec]) -> None:
+    known = {spec.name for spec in specs}
+    if missing := sorted(known - files.keys()):
+        raise ModelError(
+            f"{directory} lacks {len(missing)} tensors that config.json asks for: {', '.join(missing[:4])}"
+        )
+    # A tied model's files may repeat the embedding as a head of its own.
+    extra = sorted(n for n in files.keys() - known - {"lm_head.weight"} if not n.endswith(IGNORABLE))
+    if extra:
+        raise ModelError(
+            f"{directory} holds {len(extra)} tensors that config.json's model hasn't: {', '.join(extra[:4])}"
+        )
 
 
 def save_hf(
@@ -87,30 +111,46 @@ def save_hf(
 ) -> None:
     """Writes the tensors as an HF directory with the source's config and tokenizer. Collective over `group`.
 
-    Tensors go to owner ranks, balanced by bytes, and from there to files of at most FILE_BYTES; one file at a time is
-    gathered, which bounds the extra memory. The index, which makes the directory readable, is written last.
+    Every rank gathers and writes its share of the files, one at a time; a file holds at most FILE_BYTES, which with
+    the Resharder's bucket is the extra memory. The index, which makes the directory readable, comes last, and only
+    then do files of an earlier save go. Raises CheckpointError on all ranks together where one can't write.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    device = next(iter(buffers.values())).device
-    groups = _file_groups(specs)
+    directory, source = Path(directory), Path(hf_source_dir)
+    if directory.resolve() == source.resolve():
+        raise CheckpointError(f"{directory} is the model that training began from; save to another directory")
     world_size = dist.get_world_size(group)
-    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    for begin in range(0, len(groups), world_size):  # one file per rank and round
-        owned = {begin + r: r for r in range(world_size) if begin + r < len(groups)}
-        targets = [_whole(spec, owner) for i, owner in owned.items() for spec in groups[i]]
-        mine = groups[begin + rank] if begin + rank in owned else []
+    files = _files(specs, world_size)
+    names = list(files)
+    for begin in range(0, len(names), world_size):  # one file per rank and round
+        turn = dict(enumerate(names[begin : begin + world_size]))
+        targets = [_whole(spec, owner) for owner, name in turn.items() for spec in files[name]]
+        mine = files[turn[rank]] if rank in turn else []
+        device = next(iter(buffers.values())).device
         gathered = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=device) for s in mine}
         Resharder(plan(specs, targets), rank, group).run(buffers, gathered)
-        if mine:
-            partial = directory / f".{names[begin + rank]}.partial"
-            save_file({name: tensor.cpu() for name, tensor in gathered.items()}, partial, metadata={"format": "pt"})
-            os.replace(partial, directory / names[begin + rank])
-    dist.barrier(group)
-    if rank == 0:
-        _copy_side_files(Path(hf_source_dir), directory)
-        _write_index(directory, dict(zip(names, groups, strict=True)))
-    dist.barrier(group)
+        failure = _write_tensors(directory / turn[rank], gathered) if mine else None
+        _raise_together(failure, group)
+    failure = _finish(directory, source, files) if rank == 0 else None
+    _raise_together(failure, group)
+
+
+def _files(specs: Sequence[ShardSpec], world_size: int) -> dict[str, list[ShardSpec]]:
+    """Tensors by file, in order: as many files as ranks, or more where FILE_BYTES asks for it."""
+    total = sum(map(_num_bytes, specs))
+    limit = min(FILE_BYTES, -(-total // world_size))
+    groups: list[list[ShardSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if groups[-1] and size + _num_bytes(spec) > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += _num_bytes(spec)
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _num_bytes(spec: ShardSpec) -> int:
+    return prod(spec.shape) * ITEM_BYTES[spec.dtype]
 
 
 def _whole(spec: ShardSpec, rank: int) -> ShardSpec:
@@ -119,53 +159,48 @@ def _whole(spec: ShardSpec, rank: int) -> ShardSpec:
     return ShardSpec(spec.name, spec.shape, spec.dtype, (Shard(rank, origin, spec.shape, spec.name, origin),))
 
 
-def _check_names(directory: Path, files: Mapping[str, Path], specs: Iterable[ShardSpec]) -> None:
-    known = {spec.name for spec in specs}
-    if missing := sorted(known - files.keys()):
-        raise ModelError(
-            f"{directory} lacks {len(missing)} tensors that config.json asks for: {', '.join(missing[:4])}"
-        )
-    extra = [name for name in sorted(files.keys() - known) if not name.endswith(IGNORABLE)]
-    # A tied model's files may repeat the embedding as its head.
-    extra = [name for name in extra if not (name == "lm_head.weight" and "model.embed_tokens.weight" in known)]
-    if extra:
-        raise ModelError(
-            f"{directory} holds {len(extra)} tensors that the model of config.json doesn't have: {', '.join(extra[:4])}"
-        )
-
-
-def _file_groups(specs: Sequence[ShardSpec]) -> list[list[ShardSpec]]:
-    """Tensors in order, cut into files of at most FILE_BYTES."""
-    groups: list[list[ShardSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        num_bytes = prod(spec.shape) * ITEM_BYTES[spec.dtype]
-        if groups[-1] and size + num_bytes > FILE_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(spec)
-        size += num_bytes
-    return groups
-
-
-def _copy_side_files(source: Path, directory: Path) -> None:
-    if source.resolve() == directory.resolve():
-        return
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(NOT_COPIED):
-            shutil.copyfile(path, directory / path.name)
-
-
-def _write_index(directory: Path, groups: Mapping[str, Sequence[ShardSpec]]) -> None:
-    total = sum(prod(s.shape) * ITEM_BYTES[s.dtype] for group in groups.values() for s in group)
-    weight_map = {spec.name: file for file, group in groups.items() for spec in group}
-    partial = directory / f".{INDEX_NAME}.partial"
-    partial.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
-    os.replace(partial, directory / INDEX_NAME)
-
-
-def _open(path: Path) -> safe_open:
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Writes one file under its name only when it is whole; returns why it couldn't."""
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} can't be read ({error}): truncated or damaged; copy it again") from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+        _publish(partial, path)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        return f"{path} can't be written: {error}"
+    return None
+
+
+def _finish(directory: Path, source: Path, files: Mapping[str, Sequence[ShardSpec]]) -> str | None:
+    """Config and tokenizer, then the index, then removal of an earlier save's files; returns why it couldn't."""
+    total = sum(_num_bytes(spec) for group in files.values() for spec in group)
+    weight_map = {spec.name: name for name, group in files.items() for spec in group}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    partial = directory / f".{INDEX_NAME}.partial"
+    try:
+        for path in sorted(source.iterdir()):
+            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(NOT_COPIED):
+                shutil.copyfile(path, directory / path.name)
+        partial.write_text(json.dumps(index, indent=2) + "\n")
+        _publish(partial, directory / INDEX_NAME)
+        for stale in directory.glob("model*.safetensors"):
+            if stale.name not in files:
+                stale.unlink()
+    except OSError as error:
+        return f"{directory} can't be completed: {error}"
+    return None
+
+
+def _publish(partial: Path, path: Path) -> None:
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _raise_together(failure: str | None, group: dist.ProcessGroup | None) -> None:
+    """Tells all ranks of one rank's failure: the others would wait for it in the next collective."""
+    failures: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)
+    if told := [text for text in failures if text]:
+        raise CheckpointError("; ".join(told))

@@ -49,11 +49,11 @@ def run(cfg: RunConfig) -> int:
             held_out = held_out.head(cfg.data.val_max_samples)
         cursor = PromptCursor(len(dataset), cfg.data.train_batch_size, cfg.seed, cfg.data.shuffle)
         total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * cursor.batches_per_epoch
-        stop.install()
         num_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
         session = stack.enter_context(
             local_ray(cfg.cluster, num_ranks=num_ranks, num_gpus=num_ranks if device == "cuda" else 0)
         )
+        stop.install()  # after Ray, which installs handlers of its own
         pool = stack.enter_context(
             RewardPool(
                 cfg.reward.name,

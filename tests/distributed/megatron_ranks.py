@@ -61,13 +61,15 @@ def loss_spec(batch: list[TokenSequence]) -> LossSpec:
     )  # fmt: skip
 
 
-def make_trainer(model_dir: Path, sizes: Mapping[str, int], **settings: Any) -> Any:
+def make_trainer(model_dir: Path, sizes: Mapping[str, int], device: str = "cpu", **settings: Any) -> Any:
     """`settings` are dotted paths below actor_rollout_ref, dots written as two underscores."""
     from rlhpc.backends.megatron.trainer import MegatronTrainer
 
     torch.set_num_threads(1)
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     cfg = RunConfig()
     cfg.actor_rollout_ref.model.dtype = "float32"
     cfg.actor_rollout_ref.actor.optim.lr = 1e-2
@@ -80,7 +82,7 @@ def make_trainer(model_dir: Path, sizes: Mapping[str, int], **settings: Any) -> 
             node = getattr(node, parent)
         setattr(node, leaf, value)
     hf_config = json.loads((model_dir / "config.json").read_text())
-    return MegatronTrainer(cfg, hf_config, model_dir, "cpu")
+    return MegatronTrainer(cfg, hf_config, model_dir, device)
 
 
 def filled_batches(trainer: Any, batch: list[TokenSequence], max_tokens: int) -> list[PackedBatch]:
@@ -91,7 +93,7 @@ def filled_batches(trainer: Any, batch: list[TokenSequence], max_tokens: int) ->
     for packed, logprobs in zip(batches, values, strict=True):
         fields = dict(packed.token_fields)
         shift, ref_shift = fields.pop("behaviour_shift"), fields.pop("ref_shift")
-        fields |= {"trainer_logprobs": logprobs + shift, "ref_logprobs": logprobs + ref_shift}
+        fields |= {"trainer_logprobs": logprobs.cpu() + shift, "ref_logprobs": logprobs.cpu() + ref_shift}
         filled.append(replace(packed, token_fields=fields))
     return filled
 
@@ -105,8 +107,8 @@ def one_step(model_dir: Path, sizes: Mapping[str, int], max_tokens: int, **setti
     metrics = trainer.step(batches, loss_spec(batch))
     logprobs: dict[int, np.ndarray] = {}
     for packed, value in zip(batches, values, strict=True):
-        logprobs |= {i: row.numpy() for i, row in split_by_sequence(value, packed).items()}
-    shards = {s.name: (s.start, s.stop, s.master.grad.numpy().copy()) for s in trainer._optimizer.shards()}
+        logprobs |= {i: row.cpu().numpy() for i, row in split_by_sequence(value, packed).items()}
+    shards = {s.name: (s.start, s.stop, s.master.grad.cpu().numpy().copy()) for s in trainer._optimizer.shards()}
     return {
         "num_microbatches": len(batches),
         "dp_rank": trainer.data_parallel_rank,
@@ -148,7 +150,7 @@ def _file(directory: Path, suffix: str) -> str:
 
 
 def _outcome(trainer: Any, metrics: list[dict[str, float]]) -> dict[str, Any]:
-    weights = {name: value.view(torch.uint8).numpy().copy() for name, value in trainer.source_buffers().items()}
+    weights = {name: value.view(torch.uint8).cpu().numpy().copy() for name, value in trainer.source_buffers().items()}
     return {"metrics": metrics, "weights": weights, "random": [torch.rand(3).tolist(), float(np.random.rand())]}
 
 
@@ -198,3 +200,24 @@ def reference_stays(model_dir: Path) -> dict[str, Any]:
 def learning_rates(model_dir: Path, steps: int, **settings: Any) -> list[float]:
     trainer = make_trainer(model_dir, {}, **settings)
     return [metrics["actor/lr"] for metrics in train(trainer, range(steps))]
+
+
+def export(model_dir: Path, output_dir: Path, sizes: Mapping[str, int]) -> None:
+    make_trainer(model_dir, sizes).save_hf(output_dir)
+
+
+def sleep_and_train(model_dir: Path, dtype: str) -> dict[str, Any]:
+    """On CUDA: what a sleep frees, whether weights come back, and two steps with and without one in between."""
+    trainer = make_trainer(model_dir, {}, device="cuda", model__dtype=dtype, actor__use_kl_loss=True)
+    list(train(trainer, range(1)))
+    weights = {name: value.clone() for name, value in trainer.source_buffers().items()}
+    torch.cuda.synchronize()
+    awake = torch.cuda.memory_allocated()
+    trainer.sleep()
+    trainer.sleep()
+    asleep = torch.cuda.memory_allocated()
+    trainer.wake()
+    same = all(torch.equal(value, weights[name]) for name, value in trainer.source_buffers().items())
+    parameters = sum(value.numel() for value in weights.values())
+    metrics = list(train(trainer, range(1, 3)))
+    return {"freed": awake - asleep, "parameters": parameters, "same": same, "metrics": metrics}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlhpc.layout.parallel import ParallelLayout
 from tests.distributed.megatron_ranks import ENTROPY_COEFF, KL_COEF, TEMPERATURE, sequences
@@ -199,3 +200,14 @@ def test_warm_up_begins_above_zero(model_dir: Path) -> None:
     """lr 0.01 over a warm-up of 4: the k-th update uses k quarters of it."""
     (rates,) = run_ranks(f"{RANKS}:learning_rates", 1, model_dir=model_dir, steps=5, actor__optim__lr_warmup_steps=4)
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+
+
+def test_export_is_the_model_that_was_loaded(model_dir: Path, tmp_path: Path) -> None:
+    run_ranks(f"{RANKS}:export", 2, model_dir=model_dir, output_dir=tmp_path / "out", sizes={"ep": 2})
+    original, saved = (
+        {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+        for path in (model_dir, tmp_path / "out")
+    )
+    assert original.keys() == saved.keys()
+    for name, tensor in original.items():
+        assert torch.equal(tensor, saved[name]), name

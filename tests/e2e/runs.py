@@ -111,13 +111,18 @@ def comparable(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def final_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Weights, optimizer state and RNG of all ranks from the newest checkpoint."""
+    """Weights, optimizer state and torch's RNG of all ranks from the newest checkpoint.
+
+    Python's and numpy's global generators are saved too, but libraries outside training draw from them (names of
+    temporary files and the like), so that their state is no function of the run.
+    """
     manifest = CheckpointStore(run_dir / "checkpoints").load_latest()
     assert manifest is not None
     return {
         f"{rank}/{name}": tensor
         for rank in range(manifest.world_size)
         for name, tensor in read_shard(manifest, rank)[0].items()
+        if name not in ("rng/numpy", "rng/python")
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -15,7 +16,9 @@ from rlhpc.data.types import PackedBatch
 try:  # torch >= 2.10
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
-    varlen_attn = None
+    VARLEN_OPTIONS: frozenset[str] = frozenset()
+else:
+    VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 
 
 @dataclass
@@ -91,22 +94,21 @@ class PackedAttention(torch.nn.Module):
         packed = packed_seq_params
         query = _rotate(query, packed.cos, packed.sin)
         key = _rotate(key, packed.cos, packed.sin)
-        if query.is_cuda and varlen_attn is not None and query.dtype != torch.float32:
+        if query.is_cuda and VARLEN_OPTIONS and self.scale is None and query.dtype != torch.float32:
             return self._varlen(query, key, value, packed)
         return self._by_length(query, key, value, packed)
 
     def _varlen(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
-        if query.shape[1] != key.shape[1]:  # torch 2.10 and 2.11 have no grouped queries here
-            repeat = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
-        cu_seqlens, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-        output = varlen_attn(
-            query, key, value.contiguous(), cu_seqlens, cu_seqlens, longest, longest,
-            scale=self.scale, window_size=(-1, 0),
-        )  # fmt: skip
-        return output.flatten(1)
+        """torch's flash attention over cu_seqlens; its options differ between torch 2.10 and 2.13."""
+        options = {"window_size": (-1, 0)} if "window_size" in VARLEN_OPTIONS else {"is_causal": True}
+        if "enable_gqa" in VARLEN_OPTIONS:
+            options["enable_gqa"] = True
+        elif query.shape[1] != key.shape[1]:
+            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+        spans = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
+        return varlen_attn(query, key, value.contiguous(), *spans, **options).flatten(1)
 
     def _by_length(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences

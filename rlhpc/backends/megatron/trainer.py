@@ -194,8 +194,8 @@ class MegatronTrainer:
 
     def _sum_metrics(self, parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         names = sorted(parts[0]) if parts else []
-        sums = [sum(float(part[name]) for part in parts) for name in names]
-        metrics = [dict(zip(names, sums, strict=True))]
+        rows = [torch.stack([part[name].double() for name in names]) for part in parts]
+        metrics = [dict(zip(names, torch.stack(rows).sum(0).tolist() if rows else [], strict=True))]
         if self._layout.pp > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             dist.broadcast_object_list(metrics, group=group, group_src=self._layout.pp - 1)

@@ -1,0 +1,48 @@
+"""The same trainer on CUDA: flash attention over packed sequences, grouped matmul, sleep and wake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_megatron import RANKS, canonical_gradients, expected, model_dir
+
+__all__ = ["expected", "model_dir"]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+# float32 as on a CPU; bfloat16 has 8 bits of mantissa, and a router's near tie may pick another expert.
+TOLERANCES = {"float32": (1e-4, 1e-4, 0.9999), "bfloat16": (0.3, 0.1, 0.97)}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_equals_transformers_on_a_cpu(model_dir: Path, expected: dict[str, Any], dtype: str, recompute: bool) -> None:
+    (rank,) = run_ranks(
+        f"{RANKS}:one_step", 1, model_dir=model_dir, sizes={}, max_tokens=40, device="cuda", model__dtype=dtype,
+        model__enable_gradient_checkpointing=recompute,
+    )  # fmt: skip
+    logprob, norm, cosine = TOLERANCES[dtype]
+    for index, logprobs in expected["logprobs"].items():
+        np.testing.assert_allclose(rank["logprobs"][index], logprobs, atol=logprob, rtol=0)
+    wanted = np.concatenate([g.ravel() for g in expected["gradients"].values()]).astype(np.float64)
+    gradients = canonical_gradients([rank])
+    found = np.concatenate([gradients[name].ravel() for name in expected["gradients"]]).astype(np.float64)
+    assert rank["metrics"]["actor/grad_norm"] == pytest.approx(np.linalg.norm(wanted), rel=norm)
+    assert found @ wanted / np.linalg.norm(found) / np.linalg.norm(wanted) > cosine
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_sleep_frees_and_wake_restores(model_dir: Path, dtype: str) -> None:
+    """Per parameter: weight, float32 gradient, two moments, the reference's weight, and a master for bfloat16."""
+    (outcome,) = run_ranks(f"{RANKS}:sleep_and_train", 1, model_dir=model_dir, dtype=dtype)
+    bytes_each = {"float32": 4 + 4 + 8 + 4, "bfloat16": 2 + 4 + 8 + 2 + 4}[dtype]
+    assert outcome["freed"] >= bytes_each * outcome["parameters"]
+    assert outcome["same"]
+    assert all(np.isfinite(m["actor/grad_norm"]) and m["actor/grad_norm"] > 0 for m in outcome["metrics"])
