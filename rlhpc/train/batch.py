@@ -10,7 +10,7 @@ import torch
 
 from rlhpc.algorithms.advantages import ESTIMATORS
 from rlhpc.algorithms.corrections import rollout_weights
-from rlhpc.algorithms.kl import kl_penalty
+from rlhpc.algorithms.kl import penalize_rewards
 from rlhpc.config.schema import AlgorithmConfig
 from rlhpc.data.packing import TokenSequence
 from rlhpc.data.types import Trajectory
@@ -84,7 +84,8 @@ def prepare(
     kl_in_loss: bool,
 ) -> TrainBatch:
     """Advantages and corrections of one batch; pure."""
-    mask, metrics = rollout.mask, {}
+    mask = rollout.mask
+    metrics: dict[str, float] = {}
     behavior = pad(trainer_logprobs)
     rewards, fields = rollout.scores, {"trainer_logprobs": behavior}
     if ref_logprobs is not None:
@@ -92,10 +93,10 @@ def prepare(
         if kl_in_loss:
             fields["ref_logprobs"] = reference
         if algorithm.use_kl_in_reward:
-            kl = kl_penalty(behavior, reference, algorithm.kl_penalty) * mask
-            rewards = rewards - algorithm.kl_ctrl.kl_coef * kl
-            metrics["actor/reward_kl_penalty"] = float(kl.sum() / mask.sum())
-            metrics["actor/reward_kl_penalty_coeff"] = algorithm.kl_ctrl.kl_coef
+            rewards, more = penalize_rewards(
+                rewards, behavior, reference, mask, kind=algorithm.kl_penalty, coef=algorithm.kl_ctrl.kl_coef
+            )
+            metrics |= more
     advantages, returns = ESTIMATORS[algorithm.adv_estimator](
         rewards,
         mask,
