@@ -300,6 +300,11 @@ def _layout(cfg: RunConfig, world_size: int) -> ParallelLayout:
             raise ConfigError(
                 f"actor_rollout_ref.actor.megatron.{name}={getattr(megatron, name)} is not supported; set {allowed}"
             )
+    if megatron.expert_tensor_parallel_size > 1 and not torch.cuda.is_available():
+        raise ConfigError(  # gloo can't gather the unequal parts that ranks route to an expert
+            f"actor_rollout_ref.actor.megatron.expert_tensor_parallel_size={megatron.expert_tensor_parallel_size} "
+            "needs CUDA; set 1 on CPU ranks and shard experts by expert_model_parallel_size"
+        )
     return ParallelLayout(
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
