@@ -244,7 +244,7 @@ class MegatronTrainer:
     # --- state
 
     def state_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-        """See Trainer. Tensors are live, valid until the next step; the trainer must be awake."""
+        """See Trainer. Tensors are live, valid until the next step; asleep, their copies in host memory."""
         tensors, optimizer = state.optimizer_state(self._optimizer)
         rng_tensors, rng = state.rng_state()
         scalars = {
@@ -253,7 +253,8 @@ class MegatronTrainer:
             "optimizer": optimizer,
             "rng": rng,
         }
-        return tensors | self._frozen() | rng_tensors, scalars
+        tensors = {name: self._host.resident(tensor) for name, tensor in (tensors | self._frozen()).items()}
+        return tensors | rng_tensors, scalars
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
         """Raises CheckpointError for the state of another layout, rank or version."""
