@@ -27,7 +27,7 @@ def fill(specs: list[ShardSpec], rank: int, tensors: Arrays, expected: Arrays) -
             where = tuple(slice(o, o + n) for o, n in zip(shard.offset, extent, strict=True))
             buffers[shard.buffer][where] = box
             written[shard.buffer][where] += 1
-    assert all(count.max() == 1 for count in written.values())
+    assert all(count.max() <= 1 for count in written.values())  # 0: a rank with nothing but vocabulary pad
     return buffers
 
 
@@ -57,7 +57,7 @@ def test_trainer_parameters(layout: ParallelLayout, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("tp", "expert_parallel"), itertools.product((1, 2, 4, 8), (False, True)))
+@pytest.mark.parametrize(("tp", "expert_parallel"), [*itertools.product((1, 2, 4, 8), (False, True))])
 def test_rollout_parameters(tp: int, expert_parallel: bool, tied: bool) -> None:
     config = CONFIG | {"tie_word_embeddings": tied}
     family, facts = family_for(config), model_facts(config)
