@@ -71,7 +71,7 @@ def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
     """float32 [B, T] from rows of different lengths, zeros behind."""
     padded = torch.zeros(len(rows), max(len(row) for row in rows))
     for index, row in enumerate(rows):
-        padded[index, : len(row)] = torch.tensor(row, dtype=torch.float32)  # a copy: rows from Ray are read-only
+        padded[index, : len(row)] = torch.from_numpy(np.array(row, np.float32))  # a copy: rows from Ray are read-only
     return padded
 
 

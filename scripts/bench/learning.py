@@ -30,9 +30,7 @@ def measure(name: str, seed: int, control: bool, steps: int) -> dict[str, Any]:
     """One run from a fresh model to the last step."""
     assets = ROOT / f"outputs/bench/learning/assets-{seed}"
     maker = [sys.executable, str(ROOT / "scripts/make_tiny_model.py"), "--out", str(assets), "--seed", str(seed)]
-    begin = time.monotonic()
     subprocess.run(maker, cwd=ROOT, check=True)
-    made_s = time.monotonic() - begin
     run_dir = ROOT / f"outputs/bench/learning/run-{seed}{'-control' if control else ''}"
     shutil.rmtree(run_dir, ignore_errors=True)
     command = [
@@ -49,7 +47,6 @@ def measure(name: str, seed: int, control: bool, steps: int) -> dict[str, Any]:
         "name": name,
         "seed": seed,
         "shuffled_rewards": control,
-        "model_made_s": round(made_s, 1),
         "run_wall_s": round(wall_s, 1),
         "accuracy": {row["step"]: row[METRIC] for row in rows if METRIC in row},
         "phase_share": shares(rows[1:]),
