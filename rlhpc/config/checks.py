@@ -138,9 +138,7 @@ def _model(case: _Case) -> Iterator[str]:
                 f"{key}={tp} must divide num_key_value_heads={facts.num_kv_heads} or be a multiple of it; "
                 f"{_choose(divisors(facts.num_kv_heads))} or a multiple of {facts.num_kv_heads}"
             )
-    yield from _must_divide(
-        f"{_MEGATRON}.pipeline_model_parallel_size", pp, "num_hidden_layers", facts.num_layers
-    )
+    yield from _must_divide(f"{_MEGATRON}.pipeline_model_parallel_size", pp, "num_hidden_layers", facts.num_layers)
     padded_vocab = -(-facts.vocab_size // 64) * 64  # vLLM's padding
     yield from _must_divide(_ROLLOUT_TP, rollout_tp, "the padded vocabulary", padded_vocab)
     yield from (_experts if facts.num_experts else _dense_mlp)(case)
@@ -197,9 +195,7 @@ def _batches(case: _Case) -> Iterator[str]:
 def _lengths(case: _Case) -> Iterator[str]:
     ref, data = case.cfg.actor_rollout_ref, case.cfg.data
     longest = data.max_prompt_length + data.max_response_length
-    told = (
-        f"data: max_prompt_length={data.max_prompt_length} + max_response_length={data.max_response_length}"
-    )
+    told = f"data: max_prompt_length={data.max_prompt_length} + max_response_length={data.max_response_length}"
     limits = (
         ("the model's max_position_embeddings", case.facts.max_positions, "shorten one of them"),
         (

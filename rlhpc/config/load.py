@@ -69,9 +69,7 @@ def config_digest(cfg: RunConfig) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-def diff(
-    old: RunConfig | Mapping[str, Any], new: RunConfig | Mapping[str, Any]
-) -> list[tuple[str, Any, Any]]:
+def diff(old: RunConfig | Mapping[str, Any], new: RunConfig | Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(dotted key, old value, new value) of every leaf that differs, sorted; `???` marks absent leaves."""
     trees = (asdict(c) if isinstance(c, RunConfig) else c for c in (old, new))
     before, after = (dict(_leaves("", tree)) for tree in trees)
@@ -86,9 +84,7 @@ def suggest(key: str) -> str:
         by_name.setdefault(known.rpartition(".")[2], []).append(known)
     names = get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.75)
     near = [known for name in names for known in by_name[name]]
-    near = get_close_matches(key, near, n=3, cutoff=0.0) or get_close_matches(
-        key, known_keys(), n=1, cutoff=0.8
-    )
+    near = get_close_matches(key, near, n=3, cutoff=0.0) or get_close_matches(key, known_keys(), n=1, cutoff=0.8)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

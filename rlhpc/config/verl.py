@@ -22,9 +22,7 @@ _LAYOUT = "the reference policy has the actor's layout; remove it"
 _NO_CRITIC = "the critic is not available yet; use a group estimator such as algorithm.adv_estimator=grpo"
 _NO_OFFLOAD = "sleep and wake move the trainer's state by themselves; remove it"
 _NO_PROFILER = "profiling is not available yet; remove it"
-_NO_REWARD_MODEL = (
-    "reward models are not available yet; use a rule reward: reward.name=gsm8k or FILE.py:FUNCTION"
-)
+_NO_REWARD_MODEL = "reward models are not available yet; use a rule reward: reward.name=gsm8k or FILE.py:FUNCTION"
 _NO_MULTI_TURN = "multi-turn rollouts and tools are not available; remove it"
 _NO_MULTIMODAL = "only text models are trained; remove it"
 _NO_FILTER = "dynamic sampling is not available yet; remove it"
@@ -38,9 +36,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 # The first pattern that matches the whole dotted key counts.
 VERL_KEYS: dict[str, VerlKey] = {
-    "actor_rollout_ref.hybrid_engine": VerlKey(
-        "trainer and rollout always share the GPUs; remove it", (True,)
-    ),
+    "actor_rollout_ref.hybrid_engine": VerlKey("trainer and rollout always share the GPUs; remove it", (True,)),
     "actor_rollout_ref.nccl_timeout": VerlKey("set cluster.collective_timeout_s (seconds)"),
     # model
     f"{_MODEL}.use_remove_padding": VerlKey("sequences are always packed without padding; set true", (True,)),
@@ -53,9 +49,7 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_MODEL}.lora*": VerlKey("LoRA is not available; remove it", (0,)),
     # actor
     f"{_ACTOR}.strategy": VerlKey("the trainer is Megatron-core; set megatron", ("megatron",)),
-    f"{_ACTOR}.use_dynamic_bsz": VerlKey(
-        _TOKEN_BUDGET.format(f"{_ACTOR}.ppo_max_token_len_per_gpu"), (True,)
-    ),
+    f"{_ACTOR}.use_dynamic_bsz": VerlKey(_TOKEN_BUDGET.format(f"{_ACTOR}.ppo_max_token_len_per_gpu"), (True,)),
     f"{_ACTOR}.ppo_micro_batch_size": VerlKey(f"set {_ACTOR}.ppo_micro_batch_size_per_gpu", (None,)),
     f"{_ACTOR}.grad_clip": VerlKey(f"set {_ACTOR}.optim.clip_grad"),
     f"{_ACTOR}.use_torch_compile": VerlKey("the trainer is not compiled; set false", (False,)),
@@ -64,9 +58,7 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_ACTOR}.ulysses_sequence_parallel_size": VerlKey("sequences are not split over ranks; set 1", (1,)),
     f"{_ACTOR}.fsdp_config.*": VerlKey(f"FSDP is not available yet; set the layout under {_MEGATRON}"),
     f"{_ACTOR}.checkpoint.async_save": VerlKey("saving is synchronous; set false", (False,)),
-    f"{_ACTOR}.checkpoint.*": VerlKey(
-        "checkpoints always hold the whole training state; see the checkpoint section"
-    ),
+    f"{_ACTOR}.checkpoint.*": VerlKey("checkpoints always hold the whole training state; see the checkpoint section"),
     f"{_ACTOR}.profiler.*": VerlKey(_NO_PROFILER),
     f"{_ACTOR}.policy_loss.*": VerlKey("this loss mode's option is not available; remove it"),
     f"{_ACTOR}.optim.optimizer": VerlKey("the optimizer is AdamW; set adam", ("adam",)),
@@ -78,15 +70,11 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_ACTOR}.optim.weight_decay_incr_style": VerlKey("weight decay is constant", ("constant",)),
     f"{_ACTOR}.optim.override_optimizer_config.*": VerlKey(f"only the keys of {_ACTOR}.optim exist"),
     f"{_MEGATRON}.*_offload": VerlKey(_NO_OFFLOAD, (False,)),
-    f"{_MEGATRON}.virtual_pipeline_model_parallel_size": VerlKey(
-        "interleaved stages are not available", (None,)
-    ),
+    f"{_MEGATRON}.virtual_pipeline_model_parallel_size": VerlKey("interleaved stages are not available", (None,)),
     f"{_MEGATRON}.sequence_parallel": VerlKey("follows tensor_model_parallel_size; set true", (True,)),
     f"{_MEGATRON}.use_mbridge": VerlKey("HF weights are always read directly; remove it", (True,)),
     f"{_MEGATRON}.use_dist_checkpointing": VerlKey("checkpoints are safetensors; set false", (False,)),
-    f"{_MEGATRON}.dist_checkpointing_*": VerlKey(
-        "start from HF weights: actor_rollout_ref.model.path", (None, "")
-    ),
+    f"{_MEGATRON}.dist_checkpointing_*": VerlKey("start from HF weights: actor_rollout_ref.model.path", (None, "")),
     f"{_MEGATRON}.seed": VerlKey("set seed"),
     f"{_MEGATRON}.dtype": VerlKey(f"set {_MODEL}.dtype"),
     f"{_MEGATRON}.override_transformer_config.recompute_*": VerlKey(
@@ -105,9 +93,7 @@ VERL_KEYS: dict[str, VerlKey] = {
     # rollout
     f"{_ROLLOUT}.mode": VerlKey("the engine runs in the worker's process; remove it", ("sync", "async")),
     f"{_ROLLOUT}.calculate_log_probs": VerlKey("rollout logprobs are always kept; set true", (True,)),
-    f"{_ROLLOUT}.do_sample": VerlKey(
-        f"greedy decoding is {_ROLLOUT}.val_kwargs.temperature=0; set true", (True,)
-    ),
+    f"{_ROLLOUT}.do_sample": VerlKey(f"greedy decoding is {_ROLLOUT}.val_kwargs.temperature=0; set true", (True,)),
     f"{_ROLLOUT}.val_kwargs.do_sample": VerlKey("greedy is val_kwargs.temperature=0; remove it", (True,)),
     f"{_ROLLOUT}.prompt_length": VerlKey("set data.max_prompt_length"),
     f"{_ROLLOUT}.response_length": VerlKey("set data.max_response_length"),
@@ -120,15 +106,9 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_ROLLOUT}.log_prob_use_dynamic_bsz": VerlKey(
         _TOKEN_BUDGET.format(f"{_ROLLOUT}.log_prob_max_token_len_per_gpu"), (True,)
     ),
-    f"{_ROLLOUT}.log_prob_micro_batch_size": VerlKey(
-        f"set {_ROLLOUT}.log_prob_micro_batch_size_per_gpu", (None,)
-    ),
-    f"{_ROLLOUT}.data_parallel_size": VerlKey(
-        "replicas are ranks / rollout.tensor_model_parallel_size; set 1", (1,)
-    ),
-    f"{_ROLLOUT}.expert_parallel_size": VerlKey(
-        "expert parallelism in the rollout is not available yet", (1,)
-    ),
+    f"{_ROLLOUT}.log_prob_micro_batch_size": VerlKey(f"set {_ROLLOUT}.log_prob_micro_batch_size_per_gpu", (None,)),
+    f"{_ROLLOUT}.data_parallel_size": VerlKey("replicas are ranks / rollout.tensor_model_parallel_size; set 1", (1,)),
+    f"{_ROLLOUT}.expert_parallel_size": VerlKey("expert parallelism in the rollout is not available yet", (1,)),
     f"{_ROLLOUT}.pipeline_model_parallel_size": VerlKey("the rollout has no pipeline stages; set 1", (1,)),
     f"{_ROLLOUT}.update_weights_bucket_megabytes": VerlKey("set reshard.bucket_bytes"),
     f"{_ROLLOUT}.engine_kwargs.*": VerlKey(f"only the keys of {_ROLLOUT} reach the engine"),
@@ -185,9 +165,7 @@ VERL_KEYS: dict[str, VerlKey] = {
     "trainer.default_hdfs_dir": VerlKey("set trainer.default_local_dir on a shared file system", (None,)),
     "trainer.max_actor_ckpt_to_keep": VerlKey("set checkpoint.keep"),
     "trainer.max_critic_ckpt_to_keep": VerlKey(_NO_CRITIC, (None,)),
-    "trainer.del_local_ckpt_after_load": VerlKey(
-        "checkpoints stay until checkpoint.keep drops them", (False,)
-    ),
+    "trainer.del_local_ckpt_after_load": VerlKey("checkpoints stay until checkpoint.keep drops them", (False,)),
     "trainer.ray_wait_register_center_timeout": VerlKey("set cluster.collective_timeout_s (seconds)"),
     "trainer.use_legacy_worker_impl": VerlKey("there is one worker; remove it"),
     "trainer.run_id": VerlKey("set run_dir"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,7 @@ def train_save_train(model_dir: Path, state_dir: Path, sizes: Mapping[str, int],
     """Three steps, a saved state, two more steps."""
     trainer = make_trainer(model_dir, sizes, **settings)
     list(train(trainer, range(3)))
+    torch.rand(5), np.random.rand(5), random.random()  # the streams stand elsewhere than in a new process
     tensors, scalars = trainer.state_tensors()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, _file(state_dir, "safetensors"))
     Path(_file(state_dir, "json")).write_text(json.dumps(scalars))
@@ -151,7 +153,8 @@ def _file(directory: Path, suffix: str) -> str:
 
 def _outcome(trainer: Any, metrics: list[dict[str, float]]) -> dict[str, Any]:
     weights = {name: value.view(torch.uint8).cpu().numpy().copy() for name, value in trainer.source_buffers().items()}
-    return {"metrics": metrics, "weights": weights, "random": [torch.rand(3).tolist(), float(np.random.rand())]}
+    draws = [torch.rand(3).tolist(), float(np.random.rand()), random.random()]
+    return {"metrics": metrics, "weights": weights, "random": draws}
 
 
 def survive_nan(model_dir: Path) -> dict[str, Any]:

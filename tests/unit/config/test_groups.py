@@ -59,9 +59,7 @@ def test_every_experiment_loads(name):
     load(compose_with(f"experiment={name}", *GIVEN))
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if p.parent != CONFIGS], ids=lambda p: f"{p.parent.name}={p.stem}"
-)
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent != CONFIGS], ids=lambda p: f"{p.parent.name}={p.stem}")
 def test_every_option_loads(path):
     load(compose_with(f"{path.parent.name}={path.stem}", *GIVEN))
 
