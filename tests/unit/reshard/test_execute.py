@@ -16,6 +16,7 @@ from rlhpc.reshard.verify import fingerprint, verify
 from tests.unit.reshard.reference import CONFIG, canonical_arrays, rollout_buffers, trainer_buffers
 
 SINGLE = ParallelLayout(1, 1, 1, 1, 1, 1)
+Rows = tuple[int, int]
 
 
 def publish_plan(layout: ParallelLayout, tp: int, dtype: str = "float32") -> ReshardPlan:
@@ -126,3 +127,19 @@ def test_regions_with_and_without_a_stacking_dimension() -> None:
     back = {"flat": torch.zeros(2, 3)}
     Resharder(plan([stacked], [flat]), 0).run(buffers, back)
     assert torch.equal(back["flat"], torch.arange(6.0).view(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("src_rows", "dst_rows", "merged"),
+    [((0, 1), (2, 3), 1), ((0, 2), (2, 3), 2), ((0, 1), (2, 4), 2), ((1, 0), (3, 2), 2)],
+)
+def test_only_rows_that_follow_on_both_sides_merge(src_rows: Rows, dst_rows: Rows, merged: int) -> None:
+    def specs(buffer: str, rows: Rows) -> list[ShardSpec]:
+        shards = [Shard(0, (0, 0), (2, 3), buffer, (row, 0, 0)) for row in rows]
+        return [ShardSpec(f"w{i}", (2, 3), "float32", (shard,)) for i, shard in enumerate(shards)]
+
+    copies = plan(specs("src", src_rows), specs("dst", dst_rows))
+    assert len(merge(copies.copies)) == merged
+    src, dst = torch.arange(30.0).view(5, 2, 3), torch.zeros(5, 2, 3)
+    Resharder(copies, 0).run({"src": src}, {"dst": dst})
+    assert torch.equal(dst[list(dst_rows)], src[list(src_rows)])
