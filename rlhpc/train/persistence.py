@@ -68,7 +68,7 @@ def _load_from(directory: Path) -> CheckpointManifest:
 def save(run: Run, state: TrainState) -> None:
     """Commits the state and the ranks' tensors as one checkpoint, then retires old ones. A save that fails leaves
     the earlier checkpoints as they are."""
-    if state.step in run.store.steps():
+    if run.store.has(state.step):
         return
     pending = run.store.begin(state.step)
     try:
