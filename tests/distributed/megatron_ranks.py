@@ -214,13 +214,16 @@ def sleep_and_train(model_dir: Path, dtype: str) -> dict[str, Any]:
     trainer = make_trainer(model_dir, {}, device="cuda", model__dtype=dtype, actor__use_kl_loss=True)
     list(train(trainer, range(1)))
     weights = {name: value.clone() for name, value in trainer.source_buffers().items()}
+    state = {name: value.cpu().clone() for name, value in trainer.state_tensors()[0].items()}
     torch.cuda.synchronize()
     awake = torch.cuda.memory_allocated()
     trainer.sleep()
     trainer.sleep()
     asleep = torch.cuda.memory_allocated()
+    asleep_state, _ = trainer.state_tensors()
+    same = all(torch.equal(value.cpu(), state[name]) for name, value in asleep_state.items())
     trainer.wake()
-    same = all(torch.equal(value, weights[name]) for name, value in trainer.source_buffers().items())
+    same = same and all(torch.equal(value, weights[name]) for name, value in trainer.source_buffers().items())
     parameters = sum(value.numel() for value in weights.values())
     metrics = list(train(trainer, range(1, 3)))
     return {"freed": awake - asleep, "parameters": parameters, "same": same, "metrics": metrics}
