@@ -38,29 +38,35 @@ class RankWorker:
         ident: str,
         log: str,
     ) -> None:
-        _redirect_output(Path(log))
-        threads = str(cfg.cluster.threads_per_rank)
-        local_rank = rank % cfg.trainer.n_gpus_per_node
+        self.cfg, self.rank, self.world_size = cfg, rank, world_size
+        self._device, self._master, self._ident, self._log = device, master, ident, Path(log)
+
+    def start(self) -> None:
+        """Joins the world and builds engine and trainer. Not done in the constructor, whose errors Ray reports as the
+        death of an actor."""
+        _redirect_output(self._log)
+        cfg, threads = self.cfg, str(self.cfg.cluster.threads_per_rank)
+        local_rank = self.rank % cfg.trainer.n_gpus_per_node
         os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(world_size),
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.world_size),
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(cfg.trainer.n_gpus_per_node),
-            MASTER_ADDR=master[0],
-            MASTER_PORT=str(master[1]),
+            MASTER_ADDR=self._master[0],
+            MASTER_PORT=str(self._master[1]),
             OMP_NUM_THREADS=threads,
             MKL_NUM_THREADS=threads,
         )
-        self.cfg, self.rank, self.world_size = cfg, rank, world_size
-        self._started = time.monotonic()
-        self._join(device, local_rank)
+        begin = time.monotonic()
+        self._join(self._device, local_rank)
         from rlhpc.train.builder import build_engine, build_trainer
 
         hf_config = json.loads(Path(cfg.actor_rollout_ref.model.path, "config.json").read_text())
-        self.engine = build_engine(cfg, hf_config, device, rank, world_size, ident)
+        self.engine = build_engine(cfg, hf_config, self._device, self.rank, self.world_size, self._ident)
         self.engine.sleep()
-        self.trainer = build_trainer(cfg, hf_config, device)
+        self.trainer = build_trainer(cfg, hf_config, self._device)
         self._publishes = 0
+        self._start_s = time.monotonic() - begin
 
     def _join(self, device: str, local_rank: int) -> None:
         """The one process group that trainer, engine and reshard share."""
@@ -83,7 +89,7 @@ class RankWorker:
             "dp_size": self.trainer.data_parallel_size,
             "replica_rank": self.engine.replica_rank,
             "num_replicas": self.engine.num_replicas,
-            "start_s": time.monotonic() - self._started,
+            "start_s": self._start_s,
         }
 
     def publish(self, policy_version: int) -> dict[str, float]:
@@ -187,6 +193,7 @@ class RayRanks:
             )
             for rank in range(self.world_size)
         ]
+        self.call("start")
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]] | None = None, **common: Any) -> list[Any]:
         """Results of `method` in rank order; `per_rank` gives each rank its positional arguments."""
