@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rlhpc.checkpoint.store import CheckpointStore, read_shard
+from rlhpc.cluster.session import _driver_alive
 from rlhpc.metrics.records import MEASURED
 from tests.tiny_model import write_tiny_model
 
@@ -136,6 +137,6 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
 
 
 def leftovers() -> list[str]:
-    """Sessions of any rlhpc run of this user that are still there."""
+    """Sessions of this user whose driver is gone; other runs on the machine may be alive."""
     root = Path(f"/tmp/rlhpc-{os.getuid()}")
-    return sorted(str(p) for p in root.iterdir()) if root.exists() else []
+    return sorted(str(p) for p in root.iterdir() if not _driver_alive(p)) if root.exists() else []
