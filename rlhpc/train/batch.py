@@ -44,11 +44,8 @@ class RolloutBatch:
     def sequences(self, **fields: torch.Tensor) -> list[TokenSequence]:
         """Token sequences to pack, `sequence_id` the row; `fields` are [B, T] tensors that travel with them."""
         return [
-            TokenSequence(
-                sequence_id=row,
-                token_ids=np.concatenate([t.prompt.token_ids, t.completion.token_ids]),
-                prompt_len=len(t.prompt.token_ids),
-                fields={name: f[row, : len(t.completion.token_ids)].numpy() for name, f in fields.items()},
+            TokenSequence.of(
+                row, t, {name: f[row, : len(t.completion.token_ids)].numpy() for name, f in fields.items()}
             )
             for row, t in enumerate(self.trajectories)
         ]
