@@ -6,11 +6,15 @@ from __future__ import annotations
 from rlhpc.errors import ModelError
 from rlhpc.reshard.families.facts import HfConfig, ModelFacts
 from rlhpc.reshard.families.family import Family, padded_vocab_size
+from rlhpc.reshard.families.llama import LLAMA
+from rlhpc.reshard.families.mixtral import MIXTRAL
+from rlhpc.reshard.families.qwen2 import QWEN2
+from rlhpc.reshard.families.qwen3 import QWEN3
 from rlhpc.reshard.families.qwen3_moe import QWEN3_MOE
 
 __all__ = ["FAMILIES", "Family", "HfConfig", "ModelFacts", "family_for", "model_facts", "padded_vocab_size"]
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3_MOE,)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)}
 
 
 def family_for(hf_config: HfConfig) -> Family:

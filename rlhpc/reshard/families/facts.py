@@ -14,6 +14,18 @@ HfConfig = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling of rotary frequencies (Transformers 5, modeling_rope_utils.py, "llama3"): divided by
+    `factor` where the wavelength is above original_positions / low_freq_factor, kept where it is below
+    original_positions / high_freq_factor, interpolated in between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Sizes are global (unsharded). `num_experts` 0 means a dense MLP of `intermediate_size`; otherwise every
     layer has that many experts of `moe_intermediate_size` each."""
@@ -31,8 +43,10 @@ class ModelFacts:
     norm_topk_prob: bool
     vocab_size: int
     rope_theta: float
+    rope_scaling: Llama3Scaling | None
     norm_eps: float
     qk_norm: bool
+    qkv_bias: bool
     tied_embeddings: bool
     max_positions: int
 
@@ -45,6 +59,11 @@ class ModelFacts:
             _check_divides("ep", layout.ep, "num_experts", self.num_experts)
             _check_divides("etp", layout.etp, "moe_intermediate_size", self.moe_intermediate_size)
         else:
+            for name, size in (("ep", layout.ep), ("etp", layout.etp)):
+                if size != 1:
+                    raise ConfigError(
+                        f"{name}={size} needs a model with experts, this {self.model_type} is dense; set 1"
+                    )
             _check_divides("tp", layout.tp, "intermediate_size", self.intermediate_size)
 
     def check_rollout(self, tp: int, *, expert_parallel: bool = False) -> None:
@@ -90,28 +109,47 @@ def required(hf_config: HfConfig, *names: str) -> Any:
     raise ModelError(f"config.json of {hf_config.get('model_type')} lacks {' or '.join(names)}")
 
 
-def rope_theta(hf_config: HfConfig) -> float:
-    """Base of the rotary embedding. Transformers 5 nests it in `rope_parameters`, earlier versions write
-    `rope_theta` beside `rope_scaling`. Only the default kind over the whole head is supported."""
-    parameters = hf_config.get("rope_parameters") or {}
-    scaling = hf_config.get("rope_scaling") or {}
-    for where, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        kind = value.get("rope_type", value.get("type", "default"))
-        if kind != "default":
-            raise ModelError(f"config.json: {where} of rope_type {kind!r} is not supported; supported: 'default'")
-        refuse(value, "partial_rotary_factor", (None, 1, 1.0))
-    refuse(hf_config, "partial_rotary_factor", (None, 1, 1.0))
-    return float(required({**hf_config, **parameters}, "rope_theta"))
+def rope(hf_config: HfConfig) -> tuple[float, Llama3Scaling | None]:
+    """Base and scaling of the rotary embedding. Transformers 5 nests them in `rope_parameters`, earlier versions write
+    `rope_theta` beside `rope_scaling`. Only rotation of the whole head is supported."""
+    parameters = dict(hf_config)
+    for where in ("rope_scaling", "rope_parameters"):
+        given = hf_config.get(where) or {}
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise ModelError(
+                f"config.json: {where} of rope_type {kind!r} is not supported; supported: 'default', 'llama3'"
+            )
+        parameters |= given
+    refuse(parameters, "partial_rotary_factor", (None, 1, 1.0))
+    theta = float(required(parameters, "rope_theta"))
+    if parameters.get("rope_type", parameters.get("type", "default")) == "default":
+        return theta, None
+    return theta, Llama3Scaling(
+        factor=float(required(parameters, "factor")),
+        low_freq_factor=float(required(parameters, "low_freq_factor")),
+        high_freq_factor=float(required(parameters, "high_freq_factor")),
+        original_positions=int(required(parameters, "original_max_position_embeddings")),
+    )
 
 
-def decoder_facts(hf_config: HfConfig, *, qk_norm: bool) -> ModelFacts:
-    """Facts that Llama-like decoders share; refuses, by name, what no family here supports."""
+def decoder_facts(
+    hf_config: HfConfig, *, sparse: bool = False, qk_norm: bool = False, qkv_bias: bool = False
+) -> ModelFacts:
+    """Facts that Llama-like decoders share; refuses, by name, what no family here supports. `sparse`: every MLP is a
+    mixture of experts."""
     refuse(hf_config, "hidden_act", ("silu",))
     refuse(hf_config, "use_sliding_window", (None, False))
-    refuse(hf_config, "attention_bias", (None, False))
     refuse(hf_config, "quantization_config", (None,))
+    if not qkv_bias:  # where a family always has them, config.json needn't tell
+        refuse(hf_config, "attention_bias", (None, False))
+    if unknown := set(hf_config.get("layer_types") or ()) - {"full_attention"}:
+        raise ModelError(
+            f"config.json: layer_types {', '.join(sorted(unknown))} not supported; supported: full_attention"
+        )
     hidden, heads = int(required(hf_config, "hidden_size")), int(required(hf_config, "num_attention_heads"))
-    experts = int(hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0)
+    experts = int(required(hf_config, "num_experts", "num_local_experts")) if sparse else 0
+    theta, scaling = rope(hf_config)
     facts = ModelFacts(
         model_type=str(hf_config["model_type"]),
         num_layers=int(required(hf_config, "num_hidden_layers")),
@@ -119,15 +157,17 @@ def decoder_facts(hf_config: HfConfig, *, qk_norm: bool) -> ModelFacts:
         num_heads=heads,
         num_kv_heads=int(hf_config.get("num_key_value_heads") or heads),
         head_dim=int(hf_config.get("head_dim") or hidden // heads),
-        intermediate_size=int(hf_config.get("intermediate_size") or 0),
+        intermediate_size=0 if sparse else int(required(hf_config, "intermediate_size")),
         num_experts=experts,
-        experts_per_token=int(required(hf_config, "num_experts_per_tok")) if experts else 0,
-        moe_intermediate_size=int(required(hf_config, "moe_intermediate_size", "intermediate_size")) if experts else 0,
+        experts_per_token=int(required(hf_config, "num_experts_per_tok")) if sparse else 0,
+        moe_intermediate_size=int(required(hf_config, "moe_intermediate_size", "intermediate_size")) if sparse else 0,
         norm_topk_prob=bool(hf_config.get("norm_topk_prob", False)),
         vocab_size=int(required(hf_config, "vocab_size")),
-        rope_theta=rope_theta(hf_config),
+        rope_theta=theta,
+        rope_scaling=scaling,
         norm_eps=float(required(hf_config, "rms_norm_eps")),
         qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
         tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
         max_positions=int(required(hf_config, "max_position_embeddings")),
     )

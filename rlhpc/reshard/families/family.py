@@ -1,5 +1,4 @@
-"""A model family: two tables (trainer, rollout) over the canonical tensors of a decoder layer, and what
-follows."""
+"""A model family: its facts, the parts of its layers, and what follows from them."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import Shard, ShardSpec
 from rlhpc.reshard.families.facts import HfConfig, ModelFacts
+from rlhpc.reshard.families.parts import LayerPart, Part
 from rlhpc.reshard.families.placement import Piece, Placement, Position, Shape, replicated, split
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -28,18 +28,23 @@ def _rollout_vocab(vocab_size: int, tp: int) -> int:
 
 @dataclass(frozen=True)
 class Family:
-    """Everything that rlhpc knows of one HF `model_type`.
-
-    Tables map a parameter's name within its layer to its placement; canonical names in them are relative to
-    "model.layers.{i}." and "{e}" stands for an expert. Embedding, final norm and head are the same in all
-    decoders.
-    """
+    """Everything that rlhpc knows of one HF `model_type`: its facts, and the parts that each of its layers is made
+    of. Embedding, final norm and head are the same in all decoders."""
 
     model_type: str
     model_facts: Callable[[HfConfig], ModelFacts]
-    layer_shapes: Callable[[ModelFacts], dict[str, Shape]]
-    trainer_layer: Mapping[str, Placement]
-    rollout_layer: Mapping[str, Placement]
+    layer: tuple[LayerPart, ...]
+
+    def layer_part(self, facts: ModelFacts) -> Part:
+        """The whole layer as one part."""
+        shapes: dict[str, Shape] = {}
+        trainer: dict[str, Placement] = {}
+        rollout: dict[str, Placement] = {}
+        for part in (make(facts) for make in self.layer):
+            shapes |= part.shapes
+            trainer |= part.trainer
+            rollout |= part.rollout
+        return Part(shapes, trainer, rollout)
 
     def canonical_tensors(self, hf_config: HfConfig) -> dict[str, Shape]:
         """HF names and shapes, in the order of the forward pass. Tied embeddings have no head of their
@@ -47,7 +52,7 @@ class Family:
         facts = self.model_facts(hf_config)
         layer = {
             name.replace("{e}", str(e)): shape
-            for name, shape in self.layer_shapes(facts).items()
+            for name, shape in self.layer_part(facts).shapes.items()
             for e in (range(facts.num_experts) if "{e}" in name else (0,))
         }
         tensors: dict[str, Shape] = {EMBED: (facts.vocab_size, facts.hidden_size)}
@@ -67,16 +72,15 @@ class Family:
         """
         facts = self.model_facts(hf_config)
         facts.check_trainer(layout)
-        shards = _Shards()
+        layer, shards = self.layer_part(facts), _Shards()
+        shapes = _all_shapes(facts, layer)
         per_stage = facts.num_layers // layout.pp
         for rank in range(layout.world_size):
             at = layout.coords(rank)
-            position = Position(
-                facts, self._shapes(facts), at.tp, layout.tp, at.ep, layout.ep, at.etp, layout.etp
-            )  # fmt: skip
+            position = Position(facts, shapes, at.tp, layout.tp, at.ep, layout.ep, at.etp, layout.etp)
             for local in range(per_stage):
                 canonical = f"model.layers.{at.pp * per_stage + local}."
-                shards.add(rank, position, self.trainer_layer, canonical, f"decoder.layers.{local}.")
+                shards.add(rank, position, layer.trainer, canonical, f"decoder.layers.{local}.")
             first, last = at.pp == 0, at.pp == layout.pp - 1
             ends: dict[str, Placement] = {}
             if first:
@@ -106,20 +110,22 @@ class Family:
         ends: dict[str, Placement] = {EMBED: split(EMBED, 0, _rollout_vocab), NORM: replicated(NORM)}
         if not facts.tied_embeddings:
             ends[HEAD] = split(HEAD, 0, _rollout_vocab)
-        shards = _Shards()
+        layer, shards = self.layer_part(facts), _Shards()
+        shapes = _all_shapes(facts, layer)
         for i, rank in enumerate(ranks):
             t = i % tp
             grid = (t, tp, 0, 1) if expert_parallel else (0, 1, t, tp)
-            position = Position(facts, self._shapes(facts), t, tp, *grid)
-            for layer in range(facts.num_layers):
-                prefix = f"model.layers.{layer}."
-                shards.add(rank, position, self.rollout_layer, prefix, prefix)
+            position = Position(facts, shapes, t, tp, *grid)
+            for index in range(facts.num_layers):
+                prefix = f"model.layers.{index}."
+                shards.add(rank, position, layer.rollout, prefix, prefix)
             shards.add(rank, position, ends)
         return shards.specs(self.canonical_tensors(hf_config), dtype)
 
-    def _shapes(self, facts: ModelFacts) -> dict[str, Shape]:
-        vocab = (facts.vocab_size, facts.hidden_size)
-        return self.layer_shapes(facts) | {EMBED: vocab, HEAD: vocab, NORM: (facts.hidden_size,)}
+
+def _all_shapes(facts: ModelFacts, layer: Part) -> dict[str, Shape]:
+    vocab = (facts.vocab_size, facts.hidden_size)
+    return {**layer.shapes, EMBED: vocab, HEAD: vocab, NORM: (facts.hidden_size,)}
 
 
 class _Shards:

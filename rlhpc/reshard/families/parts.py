@@ -1,0 +1,105 @@
+"""What the layers of Llama-like decoders are made of: attention and a dense or sparse MLP, each with its
+tensors' names, shapes and places in both backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from rlhpc.reshard.families.facts import ModelFacts
+from rlhpc.reshard.families.placement import (
+    Placement,
+    Shape,
+    concat,
+    experts,
+    qkv_blocks,
+    qkv_groups,
+    replicated,
+    split,
+)
+
+
+class Part(NamedTuple):
+    """Canonical names (relative to "model.layers.{i}.", "{e}" standing for an expert) with their shapes, and two
+    tables from a parameter's name within its layer to its placement."""
+
+    shapes: Mapping[str, Shape]
+    trainer: Mapping[str, Placement]
+    rollout: Mapping[str, Placement]
+
+
+LayerPart = Callable[[ModelFacts], Part]
+
+
+def attention(facts: ModelFacts) -> Part:
+    """Grouped-query attention and the norm before it; with biases of q, k and v or norms of q and k as `facts` say."""
+    hidden, dim = facts.hidden_size, facts.head_dim
+    rows = {"q": facts.num_heads * dim, "k": facts.num_kv_heads * dim, "v": facts.num_kv_heads * dim}
+    norm, out = "input_layernorm.weight", "self_attn.o_proj.weight"
+    shapes: dict[str, Shape] = {norm: (hidden,)}
+    trainer, rollout = {norm: replicated(norm)}, {norm: replicated(norm)}
+    for kind in ("weight", "bias") if facts.qkv_bias else ("weight",):
+        names = [f"self_attn.{x}_proj.{kind}" for x in rows]
+        extents = [(extent, hidden) if kind == "weight" else (extent,) for extent in rows.values()]
+        shapes |= zip(names, extents, strict=True)
+        trainer[f"self_attention.linear_qkv.{kind}"] = qkv_groups(*names)
+        rollout[f"self_attn.qkv_proj.{kind}"] = qkv_blocks(*names)
+    for x in "qk" if facts.qk_norm else "":
+        shapes[name := f"self_attn.{x}_norm.weight"] = (dim,)
+        trainer[f"self_attention.{x}_layernorm.weight"] = rollout[name] = replicated(name)
+    shapes[out] = (hidden, rows["q"])
+    trainer["self_attention.linear_proj.weight"] = rollout[out] = split(out, 1)
+    return Part(shapes, trainer, rollout)
+
+
+def dense_mlp(facts: ModelFacts) -> Part:
+    """SwiGLU and the norm before it."""
+    hidden, width = facts.hidden_size, facts.intermediate_size
+    norm, gate, up, down = _NORM, *(f"mlp.{x}_proj.weight" for x in ("gate", "up", "down"))
+    gate_up = concat(split(gate, 0), split(up, 0))
+    return Part(
+        shapes={norm: (hidden,), gate: (width, hidden), up: (width, hidden), down: (hidden, width)},
+        trainer={
+            "pre_mlp_layernorm.weight": replicated(norm),
+            "mlp.linear_fc1.weight": gate_up,
+            "mlp.linear_fc2.weight": split(down, 1),
+        },
+        rollout={norm: replicated(norm), "mlp.gate_up_proj.weight": gate_up, down: split(down, 1)},
+    )
+
+
+def sparse_mlp(block: str, *, gate: str, up: str, down: str) -> LayerPart:
+    """Softmax top-k experts, and the norm before them. HF and vLLM call the module `block`, HF an expert's projections
+    `gate`, `up` and `down`."""
+    router, projections = f"{block}.gate.weight", (f"{block}.experts.{{e}}.{x}.weight" for x in (gate, up, down))
+    one_gate, one_up, one_down = projections
+    w13, w2 = experts(concat(split(one_gate, 0), split(one_up, 0))), experts(split(one_down, 1))
+
+    def part(facts: ModelFacts) -> Part:
+        hidden, width = facts.hidden_size, facts.moe_intermediate_size
+        return Part(
+            shapes={
+                _NORM: (hidden,),
+                router: (facts.num_experts, hidden),
+                one_gate: (width, hidden),
+                one_up: (width, hidden),
+                one_down: (hidden, width),
+            },
+            trainer={
+                "pre_mlp_layernorm.weight": replicated(_NORM),
+                "mlp.router.weight": replicated(router),
+                "mlp.experts.w13": w13,
+                "mlp.experts.w2": w2,
+            },
+            rollout={  # vLLM 0.32, layers/fused_moe
+                _NORM: replicated(_NORM),
+                router: replicated(router),
+                f"{block}.experts.routed_experts.w13_weight": w13,
+                f"{block}.experts.routed_experts.w2_weight": w2,
+            },
+        )
+
+    return part
+
+
+_NORM = "post_attention_layernorm.weight"
