@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlhpc.data.types import PackedBatch
+from rlhpc.reshard.families import ModelFacts
 
 try:  # torch >= 2.10
     from torch.nn.attention.varlen import varlen_attn
@@ -38,9 +40,10 @@ class PackedSequences(PackedSeqParams):
 
     @classmethod
     def of(
-        cls, batch: PackedBatch, *, head_dim: int, rope_theta: float, dtype: torch.dtype, multiple: int = 1
+        cls, batch: PackedBatch, *, frequencies: torch.Tensor, dtype: torch.dtype, multiple: int = 1
     ) -> PackedSequences:
-        """`multiple`: T is filled up to a multiple of it with one more sequence (sequence parallelism splits T)."""
+        """`frequencies` are rotary_frequencies' on the batch's device. `multiple`: T is filled up to a multiple of it
+        with one more sequence (sequence parallelism splits T)."""
         device = batch.input_ids.device
         bounds = batch.cu_seqlens.tolist()
         spans = sorted(zip(bounds, bounds[1:], strict=False), key=lambda span: span[1] - span[0])
@@ -51,8 +54,7 @@ class PackedSequences(PackedSeqParams):
             input_ids = torch.cat([input_ids, input_ids.new_zeros(filler)])
             position_ids = torch.cat([position_ids, torch.arange(filler, device=device)])
             lengths.append(filler)
-        frequency = 1.0 / rope_theta ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-        angles = (position_ids.float()[:, None] * frequency).repeat(1, 2)[:, None]
+        angles = (position_ids.float()[:, None] * frequencies).repeat(1, 2)[:, None]
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
         return cls(
             qkv_format="thd",
@@ -67,6 +69,16 @@ class PackedSequences(PackedSeqParams):
             cos=angles.cos().to(dtype),
             sin=angles.sin().to(dtype),
         )
+
+
+def rotary_frequencies(facts: ModelFacts) -> torch.Tensor:
+    """Radians per position of each pair of a head's elements, float32 [head_dim / 2] (arXiv 2104.09864)."""
+    frequencies = 1.0 / facts.rope_theta ** (torch.arange(0, facts.head_dim, 2, dtype=torch.float32) / facts.head_dim)
+    if (scaling := facts.rope_scaling) is None:
+        return frequencies
+    turns = scaling.original_positions * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return frequencies / scaling.factor + kept.clamp(0, 1) * (frequencies - frequencies / scaling.factor)
 
 
 class PackedAttention(torch.nn.Module):

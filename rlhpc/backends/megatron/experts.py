@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn.functional import silu
 
@@ -80,10 +81,13 @@ def expert_balance(
     layers: Iterable[torch.nn.Module], num_layers: int, layout: ParallelLayout, device: torch.device
 ) -> dict[str, float]:
     """How far the busiest expert is above the mean load since the last call: (max - mean) / mean per layer (MaxVio,
-    arXiv 2408.15664 section 4.1), its maximum and mean over layers. Collective over the world."""
+    arXiv 2408.15664 section 4.1), its maximum and mean over layers. Collective over the world; nothing for a dense
+    model."""
     ep_rank = parallel_state.get_expert_model_parallel_rank()
     loads = None
     for layer in layers:
+        if isinstance(layer.mlp, MLP):
+            return {}
         experts = layer.mlp.experts
         if loads is None:
             loads = torch.zeros(num_layers, layout.ep, len(experts.load), dtype=torch.float64, device=device)

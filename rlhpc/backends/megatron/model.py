@@ -20,11 +20,12 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences
+from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences, rotary_frequencies
 from rlhpc.backends.megatron.experts import PackedExperts, Router
 from rlhpc.backends.megatron.logprobs import VocabParallelLogprobs
 from rlhpc.backends.megatron.norm import RMSNorm
@@ -47,7 +48,7 @@ def transformer_config(
         num_query_groups=facts.num_kv_heads,
         kv_channels=facts.head_dim,
         ffn_hidden_size=facts.intermediate_size or facts.moe_intermediate_size,
-        num_moe_experts=facts.num_experts,
+        num_moe_experts=facts.num_experts or None,
         moe_ffn_hidden_size=facts.moe_intermediate_size,
         moe_router_topk=facts.experts_per_token,
         # softmax over the chosen logits equals softmax over all, then top-k, then renormalisation
@@ -61,6 +62,7 @@ def transformer_config(
         activation_func=torch.nn.functional.silu,
         gated_linear_unit=True,
         add_bias_linear=False,
+        add_qkv_bias=facts.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -86,7 +88,16 @@ def transformer_config(
     )
 
 
-def _layer_spec(qk_norm: bool) -> ModuleSpec:
+def _layer_spec(facts: ModelFacts) -> ModuleSpec:
+    head_norm = RMSNorm if facts.qk_norm else IdentityOp
+    if facts.num_experts:
+        mlp = ModuleSpec(
+            module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=PackedExperts), router=Router)
+        )
+    else:
+        mlp = ModuleSpec(
+            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -98,16 +109,13 @@ def _layer_spec(qk_norm: bool) -> ModuleSpec:
                     linear_qkv=ColumnParallelLinear,
                     core_attention=PackedAttention,
                     linear_proj=RowParallelLinear,
-                    q_layernorm=RMSNorm if qk_norm else IdentityOp,
-                    k_layernorm=RMSNorm if qk_norm else IdentityOp,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MoELayer,
-                submodules=MoESubmodules(experts=ModuleSpec(module=PackedExperts), router=Router),
-            ),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -125,7 +133,7 @@ class PolicyModel(GPTModel):
         layers = facts.num_layers // config.pipeline_model_parallel_size
         super().__init__(
             config,
-            TransformerBlockSubmodules(layer_specs=[_layer_spec(facts.qk_norm)] * layers, layer_norm=RMSNorm),
+            TransformerBlockSubmodules(layer_specs=[_layer_spec(facts)] * layers, layer_norm=RMSNorm),
             vocab_size=padded_vocab_size(facts.vocab_size, tp),
             max_sequence_length=facts.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -133,16 +141,20 @@ class PolicyModel(GPTModel):
             position_embedding_type="none",  # PackedAttention applies rotary angles
             share_embeddings_and_output_weights=facts.tied_embeddings,
         )
+        self.register_buffer("frequencies", rotary_frequencies(facts), persistent=False)
         for module in self.modules():  # Megatron marks them while initialising, which is skipped
             dim = 1 if isinstance(module, RowParallelLinear) else 0
             if isinstance(module, _SPLIT_MODULES) and module.weight is not None:
                 set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
+    def _is_in_embd_group(self) -> bool:
+        """Asked only to decide about broadcasting tied embeddings between stages; here both load theirs."""
+        return False
+
     def pack(self, batch: PackedBatch) -> PackedSequences:
         return PackedSequences.of(
             batch,
-            head_dim=self.facts.head_dim,
-            rope_theta=self.facts.rope_theta,
+            frequencies=self.frequencies,
             dtype=self.config.params_dtype,
             multiple=self.config.tensor_model_parallel_size,
         )

@@ -25,7 +25,8 @@ def packed_batch() -> PackedBatch:
 
 
 def packed(**settings: int) -> PackedSequences:
-    return PackedSequences.of(packed_batch(), head_dim=DIM, rope_theta=THETA, dtype=torch.float32, **settings)
+    frequencies = THETA ** (-torch.arange(0, DIM, 2) / DIM)
+    return PackedSequences.of(packed_batch(), frequencies=frequencies, dtype=torch.float32, **settings)
 
 
 def test_sequences_are_sorted_by_length() -> None:
