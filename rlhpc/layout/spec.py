@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, overload
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,59 @@ class Shard:
     offset: tuple[int, ...]
 
 
+class Replicas(NamedTuple):
+    """The same shard on several ranks."""
+
+    ranks: tuple[int, ...]
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    buffer: str
+    offset: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shards(Sequence[Shard]):
+    """All shards of a tensor, stored as what repeats: layers share one `replicas` and differ in `prefix`, which
+    precedes every buffer's name. So a model's specs take space for its structure, not for each rank's every tensor.
+    """
+
+    replicas: tuple[Replicas, ...]
+    prefix: str = ""
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard]) -> Shards:
+        if isinstance(shards, Shards):
+            return shards
+        return cls(tuple(Replicas((s.rank,), s.start, s.stop, s.buffer, s.offset) for s in shards))
+
+    def __len__(self) -> int:
+        return sum(len(same.ranks) for same in self.replicas)
+
+    def __iter__(self) -> Iterator[Shard]:
+        for ranks, start, stop, buffer, offset in self.replicas:
+            for rank in ranks:
+                yield Shard(rank, start, stop, self.prefix + buffer, offset)
+
+    @overload
+    def __getitem__(self, index: int) -> Shard: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Shard, ...]: ...
+    def __getitem__(self, index: int | slice) -> Shard | tuple[Shard, ...]:
+        return tuple(self)[index]
+
+
 @dataclass(frozen=True)
 class ShardSpec:
-    """A canonical tensor under one layout: all shards of all ranks. Replicas are shards with the same box."""
+    """A canonical tensor under one layout: all shards of all ranks."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str  # "float32", "bfloat16", ...
-    shards: tuple[Shard, ...]
+    shards: Sequence[Shard]  # a tuple, or Shards
+
+    def on(self, rank: int) -> Iterator[Shard]:
+        """The shards of one rank."""
+        shards = Shards.of(self.shards)
+        for ranks, start, stop, buffer, offset in shards.replicas:
+            if rank in ranks:
+                yield Shard(rank, start, stop, shards.prefix + buffer, offset)

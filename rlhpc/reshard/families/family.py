@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhpc.layout.parallel import ParallelLayout
-from rlhpc.layout.spec import Shard, ShardSpec
+from rlhpc.layout.spec import Replicas, Shards, ShardSpec
 from rlhpc.reshard.families.facts import HfConfig, ModelFacts
 from rlhpc.reshard.families.parts import LayerPart, Part
-from rlhpc.reshard.families.placement import Piece, Placement, Position, Shape, replicated, split
+from rlhpc.reshard.families.placement import Placement, Position, Shape, replicated, split
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 ROLLOUT_VOCAB_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
@@ -72,27 +72,34 @@ class Family:
         """
         facts = self.model_facts(hf_config)
         facts.check_trainer(layout)
-        layer, shards = self.layer_part(facts), _Shards()
+        layer = self.layer_part(facts)
         shapes = _all_shapes(facts, layer)
         per_stage = facts.num_layers // layout.pp
-        for rank in range(layout.world_size):
-            at = layout.coords(rank)
-            position = Position(facts, shapes, at.tp, layout.tp, at.ep, layout.ep, at.etp, layout.etp)
+        shards: dict[str, Shards] = {}
+        ends: dict[str, tuple[Replicas, ...]] = defaultdict(tuple)
+        for stage in range(layout.pp):
+            positions = _Positions()
+            for rank in layout.ranks(pp=stage):
+                at = layout.coords(rank)
+                positions.add(rank, Position(facts, shapes, at.tp, layout.tp, at.ep, layout.ep, at.etp, layout.etp))
+            placed = positions.place(layer.trainer)
             for local in range(per_stage):
-                canonical = f"model.layers.{at.pp * per_stage + local}."
-                shards.add(rank, position, layer.trainer, canonical, f"decoder.layers.{local}.")
-            first, last = at.pp == 0, at.pp == layout.pp - 1
-            ends: dict[str, Placement] = {}
+                canonical, buffer = f"model.layers.{stage * per_stage + local}.", f"decoder.layers.{local}."
+                shards |= {canonical + name: Shards(replicas, buffer) for name, replicas in placed.items()}
+            first, last = stage == 0, stage == layout.pp - 1
+            table: dict[str, Placement] = {}
             if first:
-                ends["embedding.word_embeddings.weight"] = split(EMBED, 0, padded_vocab_size)
+                table["embedding.word_embeddings.weight"] = split(EMBED, 0, padded_vocab_size)
             if last:
-                ends["decoder.final_layernorm.weight"] = replicated(NORM)
+                table["decoder.final_layernorm.weight"] = replicated(NORM)
                 if not facts.tied_embeddings:
-                    ends["output_layer.weight"] = split(HEAD, 0, padded_vocab_size)
+                    table["output_layer.weight"] = split(HEAD, 0, padded_vocab_size)
                 elif not first:  # Megatron keeps a copy of the tied embedding on the last stage
-                    ends["output_layer.weight"] = split(EMBED, 0, padded_vocab_size)
-            shards.add(rank, position, ends)
-        return shards.specs(self.canonical_tensors(hf_config), dtype)
+                    table["output_layer.weight"] = split(EMBED, 0, padded_vocab_size)
+            for name, replicas in positions.place(table).items():
+                ends[name] += replicas
+        shards |= {name: Shards(replicas) for name, replicas in ends.items()}
+        return self._specs(hf_config, shards, dtype)
 
     def rollout_specs(
         self, hf_config: HfConfig, tp: int, ranks: Sequence[int], dtype: str, *, expert_parallel: bool = False
@@ -107,20 +114,27 @@ class Family:
         facts.check_rollout(tp, expert_parallel=expert_parallel)
         if len(ranks) % tp:
             raise ValueError(f"{len(ranks)} rollout ranks are no multiple of tp={tp}")
-        ends: dict[str, Placement] = {EMBED: split(EMBED, 0, _rollout_vocab), NORM: replicated(NORM)}
-        if not facts.tied_embeddings:
-            ends[HEAD] = split(HEAD, 0, _rollout_vocab)
-        layer, shards = self.layer_part(facts), _Shards()
+        layer = self.layer_part(facts)
         shapes = _all_shapes(facts, layer)
+        positions = _Positions()
         for i, rank in enumerate(ranks):
             t = i % tp
             grid = (t, tp, 0, 1) if expert_parallel else (0, 1, t, tp)
-            position = Position(facts, shapes, t, tp, *grid)
-            for index in range(facts.num_layers):
-                prefix = f"model.layers.{index}."
-                shards.add(rank, position, layer.rollout, prefix, prefix)
-            shards.add(rank, position, ends)
-        return shards.specs(self.canonical_tensors(hf_config), dtype)
+            positions.add(rank, Position(facts, shapes, t, tp, *grid))
+        placed = positions.place(layer.rollout)
+        shards: dict[str, Shards] = {}
+        for index in range(facts.num_layers):
+            prefix = f"model.layers.{index}."
+            shards |= {prefix + name: Shards(replicas, prefix) for name, replicas in placed.items()}
+        ends: dict[str, Placement] = {EMBED: split(EMBED, 0, _rollout_vocab), NORM: replicated(NORM)}
+        if not facts.tied_embeddings:
+            ends[HEAD] = split(HEAD, 0, _rollout_vocab)
+        shards |= {name: Shards(replicas) for name, replicas in positions.place(ends).items()}
+        return self._specs(hf_config, shards, dtype)
+
+    def _specs(self, hf_config: HfConfig, shards: Mapping[str, Shards], dtype: str) -> list[ShardSpec]:
+        shapes = self.canonical_tensors(hf_config)
+        return [ShardSpec(name, shape, dtype, shards[name]) for name, shape in shapes.items()]
 
 
 def _all_shapes(facts: ModelFacts, layer: Part) -> dict[str, Shape]:
@@ -128,25 +142,26 @@ def _all_shapes(facts: ModelFacts, layer: Part) -> dict[str, Shape]:
     return {**layer.shapes, EMBED: vocab, HEAD: vocab, NORM: (facts.hidden_size,)}
 
 
-class _Shards:
-    """Collects shards by canonical tensor."""
+class _Positions:
+    """Ranks by their place in the model-parallel grids: those at the same place hold the same."""
 
     def __init__(self) -> None:
-        self._by_tensor: dict[str, list[Shard]] = defaultdict(list)
-        self._placed: dict[tuple[int, int], tuple[Position, list[tuple[str, tuple[Piece, ...]]]]] = {}
+        self._ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self._positions: dict[tuple[int, ...], Position] = {}
 
-    def add(
-        self, rank: int, at: Position, table: Mapping[str, Placement], canonical: str = "", buffer: str = ""
-    ) -> None:
-        """Adds the table's parameters of `rank`; the prefixes complete canonical and parameter names."""
-        key = (id(at), id(table))  # layers of one rank repeat
-        if key not in self._placed:
-            self._placed[key] = (at, [(name, place(at)) for name, place in table.items()])
-        for name, pieces in self._placed[key][1]:
-            for piece in pieces:
-                self._by_tensor[canonical + piece.tensor].append(
-                    Shard(rank, piece.start, piece.stop, buffer + name, piece.offset)
-                )
+    def add(self, rank: int, at: Position) -> None:
+        place = (at.tp, at.ep, at.etp)
+        self._positions.setdefault(place, at)
+        self._ranks[place].append(rank)
 
-    def specs(self, shapes: Mapping[str, Shape], dtype: str) -> list[ShardSpec]:
-        return [ShardSpec(name, shape, dtype, tuple(self._by_tensor[name])) for name, shape in shapes.items()]
+    def place(self, table: Mapping[str, Placement]) -> dict[str, tuple[Replicas, ...]]:
+        """Where the ranks hold each tensor of the table's parameters."""
+        found: dict[str, dict[tuple[Shape, Shape, str, Shape], list[int]]] = defaultdict(dict)
+        for place, at in self._positions.items():
+            for name, placement in table.items():
+                for tensor, start, stop, offset in placement(at):
+                    found[tensor].setdefault((start, stop, name, offset), []).extend(self._ranks[place])
+        return {
+            tensor: tuple(Replicas(tuple(sorted(ranks)), *where) for where, ranks in boxes.items())
+            for tensor, boxes in found.items()
+        }
