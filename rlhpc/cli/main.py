@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from rlhpc.errors import ConfigError, RlhpcError
@@ -28,6 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from rlhpc.cli.report import report
 
             print(report(Path(args.run_dir), Path(args.plot) if args.plot else None))
+        if args.command == "upcycle":
+            from rlhpc.cli.upcycle import Upcycling, upcycle
+
+            names = (field.name for field in fields(Upcycling))
+            print(upcycle(args.source, args.target, Upcycling(**{name: getattr(args, name) for name in names})))
     except RlhpcError as error:
         for line in filter(None, str(error).splitlines()):
             print(f"error: {line}", file=sys.stderr)
@@ -51,7 +57,22 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="summarise a run and plot it")
     report.add_argument("run_dir", metavar="RUN_DIR", help="the directory with metrics.jsonl")
     report.add_argument("--plot", metavar="PNG", help="where the plot goes (default: RUN_DIR/report.png)")
+    _add_upcycle(commands.add_parser("upcycle", help="make a dense Llama a mixture of experts (Mixtral's shape)"))
     return parser
+
+
+def _add_upcycle(parser: argparse.ArgumentParser) -> None:
+    parser.description = "sparse upcycling: every expert begins as a copy of the dense MLP, the routers at random"
+    parser.add_argument("source", metavar="SRC", type=Path, help="HF directory of a dense Llama")
+    parser.add_argument("target", metavar="DST", type=Path, help="directory to make")
+    parser.add_argument("--num-experts", type=int, required=True, metavar="E", help="experts of each layer")
+    parser.add_argument(
+        "--experts-per-token", type=int, required=True, metavar="K", help="of them, how many a token uses"
+    )
+    parser.add_argument("--router-std", type=float, default=0.02, help="of the routers' random weights (%(default)s)")
+    noise = "of noise on the experts' weights, relative to theirs (%(default)s: outputs equal the dense model's)"
+    parser.add_argument("--expert-noise", type=float, default=0.0, help=noise)
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights (%(default)s)")
 
 
 def _launch(arguments: Sequence[str]) -> None:

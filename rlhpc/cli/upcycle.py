@@ -1,0 +1,205 @@
+"""A dense Llama made a mixture of experts: sparse upcycling (arXiv 2212.05055) into Mixtral's shape.
+
+Every MLP is copied into all experts of its layer, beside a router of small random weights; all else stays. Mixtral
+renormalises the routing weights over the chosen experts, so they sum to one, and while the experts are identical their
+weighted mean is the dense MLP: the model starts with the dense model's outputs. Training parts the experts: each learns
+from the tokens that its random router sends it. The routers, whose gradient is zero while all experts answer alike,
+follow from the second step on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from rlhpc.errors import ConfigError, ModelError
+from rlhpc.reshard.families import FAMILIES
+from rlhpc.reshard.hf import FILE_BYTES, IGNORABLE, INDEX_NAME, NOT_COPIED, READABLE, SINGLE_NAME, tensor_files
+
+DENSE, SPARSE = FAMILIES["llama"], FAMILIES["mixtral"]
+LLAMA_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp", "rope_interleaved", "is_llama_config")
+PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_EXPERT = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.experts\.\d+\.(w[123])\.weight")
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """`router_std`: of the routers' weights, 0.02 as in the paper's appendix. `expert_noise`: standard deviation of
+    noise added to each expert's weights, relative to the weights' own; above 0 the outputs aren't the dense model's."""
+
+    num_experts: int
+    experts_per_token: int
+    router_std: float = 0.02
+    expert_noise: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1:
+            raise ConfigError(f"num_experts={self.num_experts} must be at least 1")
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"experts_per_token={self.experts_per_token} must be within 1..num_experts={self.num_experts}"
+            )
+        if self.router_std <= 0:
+            raise ConfigError(
+                f"router_std={self.router_std} must be positive: equal routers use the same experts always"
+            )
+        if self.expert_noise < 0:
+            raise ConfigError(f"expert_noise={self.expert_noise} must not be negative")
+
+
+def upcycle(source: Path, target: Path, recipe: Upcycling, *, file_bytes: int = FILE_BYTES) -> str:
+    """Writes the HF directory `target`, whole or not at all; returns what it is in a sentence.
+
+    Holds at most one file of `file_bytes` in memory. Tensors keep the source's dtype, and the names that published
+    Mixtral checkpoints have. Raises ModelError: `source` isn't a dense Llama, is damaged, or `target` exists.
+    """
+    source, target = Path(source), Path(target)
+    if target.exists():
+        raise ModelError(f"{target} exists; choose another directory, or remove it")
+    dense = _read_config(source)
+    sparse = sparse_config(dense, recipe)
+    shapes = SPARSE.canonical_tensors(sparse)
+    tensors = _Source(source, DENSE.canonical_tensors(dense))
+    made = ((name, make_tensor(name, shapes[name], tensors, recipe)) for name in track(shapes, "upcycling"))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+            directory = Path(scratch) / target.name
+            directory.mkdir()
+            for path in sorted(source.iterdir()):
+                if path.is_file() and not path.name.startswith(".") and not path.name.endswith(NOT_COPIED):
+                    shutil.copyfile(path, directory / path.name)
+            total = write_files(made, directory, file_bytes)
+            (directory / "config.json").write_text(json.dumps(sparse, indent=2) + "\n")
+            directory.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{target} can't be written: {error}; free some space or choose another directory") from error
+    experts = f"{recipe.num_experts} experts a layer, {recipe.experts_per_token} per token"
+    return f"made {target}: {experts}, {total:,} parameters"
+
+
+def sparse_config(dense: Mapping[str, Any], recipe: Upcycling) -> dict[str, Any]:
+    """The Mixtral config.json of an upcycled Llama; what the two share is carried over as it is spelled.
+
+    Raises ModelError for what is not a Llama, or for options that Mixtral has not.
+    """
+    if (kind := dense.get("model_type")) != DENSE.model_type:
+        raise ModelError(f"model_type={kind!r} is not a dense Llama; only model_type='llama' can be upcycled")
+    facts = DENSE.model_facts(dense)
+    explicit = {  # where Llama's and Mixtral's defaults differ
+        "num_key_value_heads": facts.num_kv_heads,
+        "rope_theta": facts.rope_theta,
+        "sliding_window": None,
+    }
+    return (
+        {key: value for key, value in dense.items() if key not in LLAMA_ONLY}
+        | explicit
+        | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": SPARSE.model_type,
+            "num_local_experts": recipe.num_experts,
+            "num_experts_per_tok": recipe.experts_per_token,
+            "output_router_logits": False,
+        }
+    )
+
+
+class _Source:
+    """The dense model's tensors, read one at a time."""
+
+    def __init__(self, directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes, self._files = shapes, tensor_files(directory)
+        if missing := sorted(shapes.keys() - self._files.keys()):
+            raise ModelError(f"{directory} lacks {len(missing)} tensors of its config.json: {', '.join(missing[:4])}")
+        known = shapes.keys() | {"lm_head.weight"}  # a tied model's files may repeat the embedding as a head
+        extra = sorted(name for name in self._files.keys() - known if not name.endswith(IGNORABLE))
+        if extra:
+            raise ModelError(
+                f"{directory} holds {len(extra)} tensors that a dense Llama hasn't: {', '.join(extra[:4])}"
+            )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        path = self._files[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                dtype = file.get_slice(name).get_dtype()
+                tensor: torch.Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: {name} can't be read ({error}); copy the file again") from error
+        if dtype not in READABLE:
+            raise ModelError(f"{path}: {name} has dtype {dtype}; readable are {', '.join(READABLE)}")
+        if tuple(tensor.shape) != self._shapes[name]:
+            raise ModelError(f"{path}: {name} has shape {tuple(tensor.shape)}; config.json asks {self._shapes[name]}")
+        return tensor
+
+
+def make_tensor(name: str, shape: tuple[int, ...], dense: _Source, recipe: Upcycling) -> torch.Tensor:
+    """One tensor of the mixture of experts. Random ones depend on seed and name alone."""
+    seed = hashlib.blake2b(f"{recipe.seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(seed))
+    if name.endswith("block_sparse_moe.gate.weight"):
+        dtype = dense[name.replace("block_sparse_moe.gate", "mlp.gate_proj")].dtype
+        return (recipe.router_std * torch.randn(shape, generator=generator)).to(dtype)
+    expert = _EXPERT.fullmatch(name)
+    if expert is None:
+        return dense[name]
+    layer, projection = expert.groups()
+    weight = dense[f"{layer}.mlp.{PROJECTIONS[projection]}.weight"]
+    if not recipe.expert_noise:
+        return weight
+    noise = recipe.expert_noise * weight.float().std() * torch.randn(shape, generator=generator)
+    return (weight.float() + noise).to(weight.dtype)
+
+
+def write_files(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, file_bytes: int) -> int:
+    """Writes model.safetensors, or several files of at most `file_bytes` (but at least one tensor) and their index.
+    Returns the number of parameters."""
+    contents: list[list[str]] = []
+    num_parameters = total_bytes = 0
+    for group in _groups(tensors, file_bytes):
+        save_file(group, directory / f"{len(contents)}.partial", metadata={"format": "pt"})
+        contents.append(list(group))
+        num_parameters += sum(tensor.numel() for tensor in group.values())
+        total_bytes += sum(tensor.nbytes for tensor in group.values())
+    names = [f"model-{i:05d}-of-{len(contents):05d}.safetensors" for i in range(1, len(contents) + 1)]
+    for i, name in enumerate(names if len(names) > 1 else [SINGLE_NAME]):
+        (directory / f"{i}.partial").rename(directory / name)
+    if len(names) > 1:
+        weight_map = {tensor: name for name, group in zip(names, contents, strict=True) for tensor in group}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    return num_parameters
+
+
+def _groups(tensors: Iterable[tuple[str, torch.Tensor]], file_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    group: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if group and sum(held.nbytes for held in group.values()) + tensor.nbytes > file_bytes:
+            yield group
+            group = {}
+        group[name] = tensor
+    yield group
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} can't be read as JSON ({error}); give an HF model directory") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} holds a JSON {type(config).__name__}, not an object of settings")
+    return config
