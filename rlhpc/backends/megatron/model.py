@@ -49,7 +49,7 @@ def transformer_config(
         kv_channels=facts.head_dim,
         ffn_hidden_size=facts.intermediate_size or facts.moe_intermediate_size,
         num_moe_experts=facts.num_experts or None,
-        moe_ffn_hidden_size=facts.moe_intermediate_size,
+        moe_ffn_hidden_size=facts.moe_intermediate_size or None,
         moe_router_topk=facts.experts_per_token,
         # softmax over the chosen logits equals softmax over all, then top-k, then renormalisation
         moe_router_pre_softmax=not facts.norm_topk_prob or facts.experts_per_token == 1,
