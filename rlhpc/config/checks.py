@@ -123,8 +123,22 @@ def _layout(case: _Case) -> Iterator[str]:
     if ranks % case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size:
         rollout_tp = case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
         yield f"{_ROLLOUT_TP}={rollout_tp} must divide {where}; {_choose(divisors(ranks))}"
+    yield from _rollout_experts(case)
     if case.cfg.trainer.nnodes > 1:
         yield f"trainer.nnodes={case.cfg.trainer.nnodes} needs launch=slurm, not available yet; set 1"
+
+
+def _rollout_experts(case: _Case) -> Iterator[str]:
+    """vLLM has one switch: the ranks of a replica hold whole experts, or each holds a part of every expert."""
+    rollout = case.cfg.actor_rollout_ref.rollout
+    ep, tp = rollout.expert_parallel_size, rollout.tensor_model_parallel_size
+    told = f"{_ROLLOUT}.expert_parallel_size={ep}"
+    if ep not in (1, tp):
+        yield f"{told} must be 1 or tensor_model_parallel_size={tp}: experts are spread over a replica or not"
+    if ep > 1 and not case.facts.num_experts:
+        yield f"{told} needs a mixture of experts, this model has none; set 1"
+    if ep > 1 and case.cfg.trainer.device == "cpu":
+        yield f"{told} needs GPUs: vLLM's CPU build ends in a segmentation fault with it; set 1"
 
 
 def _model(case: _Case) -> Iterator[str]:
@@ -146,14 +160,16 @@ def _model(case: _Case) -> Iterator[str]:
 
 def _experts(case: _Case) -> Iterator[str]:
     megatron, facts = case.cfg.actor_rollout_ref.actor.megatron, case.facts
-    rollout_tp, width = (
-        case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size,
-        facts.moe_intermediate_size,
-    )
+    rollout, width = case.cfg.actor_rollout_ref.rollout, facts.moe_intermediate_size
     ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
     yield from _must_divide(f"{_MEGATRON}.expert_model_parallel_size", ep, "num_experts", facts.num_experts)
     yield from _must_divide(f"{_MEGATRON}.expert_tensor_parallel_size", etp, "moe_intermediate_size", width)
-    yield from _must_divide(_ROLLOUT_TP, rollout_tp, "moe_intermediate_size", width)
+    if rollout.expert_parallel_size > 1:
+        key = f"{_ROLLOUT}.expert_parallel_size"
+        yield from _must_divide(key, rollout.expert_parallel_size, "num_experts", facts.num_experts)
+    else:
+        tp = rollout.tensor_model_parallel_size
+        yield from _must_divide(_ROLLOUT_TP, tp, "moe_intermediate_size", width)
 
 
 def _dense_mlp(case: _Case) -> Iterator[str]:

@@ -78,11 +78,11 @@ def diff(old: RunConfig | Mapping[str, Any], new: RunConfig | Mapping[str, Any])
 
 
 def suggest(key: str) -> str:
-    """The end of a message: the keys whose last part is nearest, else near as a whole; "" if none is."""
+    """The end of a message: the keys whose last part is near, the nearest first, else near as a whole; "" if none is."""
     by_name: dict[str, list[str]] = {}
     for known, _ in _leaf_types():
         by_name.setdefault(known.rpartition(".")[2], []).append(known)
-    names = get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.75)
+    names = get_close_matches(key.rpartition(".")[2], by_name, n=2, cutoff=0.75)
     near = [known for name in names for known in by_name[name]]
     near = get_close_matches(key, near, n=3, cutoff=0.0) or get_close_matches(key, known_keys(), n=1, cutoff=0.8)
     return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -22,6 +22,7 @@ AT_LEAST_1 = (
     f"{_ACTOR}.ppo_epochs",
     f"{_ROLLOUT}.n",
     f"{_ROLLOUT}.tensor_model_parallel_size",
+    f"{_ROLLOUT}.expert_parallel_size",
     f"{_ROLLOUT}.max_num_seqs",
     f"{_ROLLOUT}.max_num_batched_tokens",
     f"{_ROLLOUT}.max_model_len",
@@ -53,7 +54,6 @@ AT_LEAST_0 = (
     f"{_ACTOR}.optim.clip_grad",
     f"{_ACTOR}.kl_loss_coef",
     f"{_ROLLOUT}.chunk_prompts",
-    f"{_ROLLOUT}.val_kwargs.temperature",
     "algorithm.kl_ctrl.kl_coef",
     "reshard.verify_every",
     "trainer.log_val_generations",
@@ -64,7 +64,6 @@ ABOVE_0 = (
     f"{_ACTOR}.optim.eps",
     f"{_ACTOR}.clip_ratio_high",
     f"{_ACTOR}.loss_scale_factor",
-    f"{_ROLLOUT}.temperature",
     f"{_ROLLOUT}.cpu_kv_cache_gib",
     "algorithm.rollout_correction.rollout_is_threshold",
     "reward.timeout_s",
@@ -87,6 +86,11 @@ OFF_OR_AT_LEAST_1 = (  # -1 is off
 UNIT = ("algorithm.gamma", "algorithm.lam")  # from 0 to 1
 
 
+# vLLM (0.24 to 0.32, sampling_params.py) refuses temperatures above 2, and without a word raises those below 0.01
+# to 0.01, with which the trainer's logits would no longer agree.
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
+
+
 def out_of_range(cfg: RunConfig) -> Iterator[str]:
     """A line for every number outside its bounds."""
     bounds: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
@@ -96,12 +100,24 @@ def out_of_range(cfg: RunConfig) -> Iterator[str]:
         (SHARES, lambda v: 0 < v <= 1, "set it above 0 and at most 1"),
         (OFF_OR_AT_LEAST_1, lambda v: v == -1 or v >= 1, "set -1 (off) or at least 1"),
         (UNIT, lambda v: 0 <= v <= 1, "set it from 0 to 1"),
+        (
+            (f"{_ROLLOUT}.temperature",),
+            lambda v: LOWEST_TEMPERATURE <= v <= HIGHEST_TEMPERATURE,
+            f"vLLM samples at {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE:g}: set one of these",
+        ),
+        (
+            (f"{_ROLLOUT}.val_kwargs.temperature",),
+            lambda v: v == 0 or LOWEST_TEMPERATURE <= v <= HIGHEST_TEMPERATURE,
+            f"vLLM samples at {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE:g}: set one of these, or 0 (greedy)",
+        ),
         ((f"{_ACTOR}.clip_ratio_c",), lambda v: v > 1, "dual clip needs more than 1, such as 3"),
     )
     for keys, holds, fix in bounds:
         for key in keys:
             if (value := value_of(cfg, key)) is not None and not holds(value):
                 yield f"{key}={value} is out of range; {fix}"
+    if "" in cfg.actor_rollout_ref.rollout.stop:
+        yield f"{_ROLLOUT}.stop={cfg.actor_rollout_ref.rollout.stop} has an empty string; remove it"
     betas = cfg.actor_rollout_ref.actor.optim.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"{_ACTOR}.optim.betas={betas} must be two numbers from 0 to below 1, such as [0.9, 0.999]"
@@ -137,6 +153,7 @@ def _registries() -> dict[str, Collection[str]]:
         f"{_ACTOR}.policy_loss.loss_mode": POLICY_LOSSES,
         f"{_ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
         f"{_ROLLOUT}.name": ("vllm",),
+        "reshard.sink": ("direct", "reference"),
         "algorithm.adv_estimator": ESTIMATORS,
         "algorithm.kl_penalty": KL_KINDS,
         "algorithm.kl_ctrl.type": ("fixed",),

@@ -87,6 +87,7 @@ class RolloutConfig:
     stop: list[str] = field(default_factory=list)  # stop strings; the model's eos always stops
     ignore_eos: bool = False  # sample up to max_response_length, for benchmarks
     tensor_model_parallel_size: int = 1  # ranks per replica
+    expert_parallel_size: int = 1  # tensor_model_parallel_size: whole experts per rank (GPU); 1: a part of each
     gpu_memory_utilization: float = 0.5  # share of the GPU that the engine may fill while it is awake
     max_num_seqs: int = 1024  # sequences decoded at once per replica
     max_num_batched_tokens: int = 8192  # tokens per engine step per replica
@@ -201,6 +202,7 @@ class CheckpointConfig:
 
 @dataclass
 class ReshardConfig:
+    sink: str = "direct"  # into vLLM's fused parameters | reference: whole tensors through its loader
     bucket_bytes: int = 512 * 1024**2  # peak extra memory of a publish, per rank
     verify_every: int = 0  # publishes between fingerprint comparisons; 0: never
 

@@ -108,7 +108,6 @@ VERL_KEYS: dict[str, VerlKey] = {
     ),
     f"{_ROLLOUT}.log_prob_micro_batch_size": VerlKey(f"set {_ROLLOUT}.log_prob_micro_batch_size_per_gpu", (None,)),
     f"{_ROLLOUT}.data_parallel_size": VerlKey("replicas are ranks / rollout.tensor_model_parallel_size; set 1", (1,)),
-    f"{_ROLLOUT}.expert_parallel_size": VerlKey("expert parallelism in the rollout is not available yet", (1,)),
     f"{_ROLLOUT}.pipeline_model_parallel_size": VerlKey("the rollout has no pipeline stages; set 1", (1,)),
     f"{_ROLLOUT}.update_weights_bucket_megabytes": VerlKey("set reshard.bucket_bytes"),
     f"{_ROLLOUT}.engine_kwargs.*": VerlKey(f"only the keys of {_ROLLOUT} reach the engine"),

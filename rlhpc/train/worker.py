@@ -94,11 +94,18 @@ class RankWorker:
 
     def publish(self, policy_version: int) -> dict[str, float]:
         """Moves the trainer's weights into the engine; afterwards the engine is awake and the trainer asleep."""
+        self.engine.wake("weights")
+        self._reshard()  # holds on to no buffer: the engine may free its own before the KV cache takes memory
+        self.engine.end_publish(policy_version)
+        self.trainer.sleep()
+        self.engine.wake("kv_cache")
+        return {"received_bytes": float(self._resharder.received_bytes)}
+
+    def _reshard(self) -> None:
         from rlhpc.reshard.execute import Resharder
         from rlhpc.reshard.plan import plan
         from rlhpc.reshard.verify import verify
 
-        self.engine.wake("weights")
         sink_buffers = self.engine.begin_publish()
         if self._publishes == 0:
             self._plan = plan(self.trainer.source_specs(), self.engine.sink_specs())
@@ -109,10 +116,6 @@ class RankWorker:
         if every and self._publishes % every == 0:
             verify(self._plan, source_buffers, sink_buffers, self.rank, group=None)
         self._publishes += 1
-        self.engine.end_publish(policy_version)
-        self.trainer.sleep()
-        self.engine.wake("kv_cache")
-        return {"received_bytes": float(self._resharder.received_bytes)}
 
     def generate(
         self, prompts: Sequence[tuple[int, Sequence[int]]], sampling: SamplingSpec, seed: int
@@ -128,7 +131,7 @@ class RankWorker:
         self.trainer.wake()
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float, model: str) -> list[torch.Tensor]:
-        return self.trainer.logprobs(batches, temperature=temperature, model=model)
+        return [values.cpu() for values in self.trainer.logprobs(batches, temperature=temperature, model=model)]
 
     def step(self, batches: Sequence[PackedBatch], loss: LossSpec) -> dict[str, float]:
         return self.trainer.step(batches, loss)

@@ -50,7 +50,7 @@ def spec(**changes: Any) -> SamplingSpec:
     )
 
 
-def new_engine(model_dir: str, tp: int, ident: str, **rollout: Any) -> Any:
+def new_engine(model_dir: str, tp: int, ident: str, sink: str = "direct", **rollout: Any) -> Any:
     from rlhpc.backends.vllm.engine import VllmEngine
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -59,6 +59,7 @@ def new_engine(model_dir: str, tp: int, ident: str, **rollout: Any) -> Any:
         dist.init_process_group("gloo")
     hf_config = json.loads(Path(model_dir, "config.json").read_text())
     cfg = run_config(world_size, tp, **rollout)
+    cfg.reshard.sink = sink
     return VllmEngine(cfg, hf_config, Path(model_dir), "cpu", rank, world_size, ident)
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,13 @@ from rlhpc.backends.vllm.sampling import (
     token_digest,
 )
 from rlhpc.backends.vllm.shm import cleanup_shm
+from rlhpc.backends.vllm.sinks import DirectSink, ReferenceSink, whole_tensors
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.types import Completion
 from rlhpc.errors import ConfigError, EngineError
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
-from rlhpc.train.protocols import SamplingSpec
+from rlhpc.train.protocols import SamplingSpec, WeightSink
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +46,7 @@ def engine_arguments(cfg: RunConfig, model_dir: Path, device: str) -> dict[str, 
         "dtype": cfg.actor_rollout_ref.model.dtype,
         "seed": cfg.seed % 2**32,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "enable_expert_parallel": rollout.expert_parallel_size > 1,
         "distributed_executor_backend": "external_launcher",
         "max_model_len": rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
         "max_num_seqs": rollout.max_num_seqs,
@@ -98,7 +98,13 @@ class VllmEngine:
                 f"ranks; choose {', '.join(str(size) for size in sizes)}"
             )
         family = family_for(hf_config)
-        self._specs = family.rollout_specs(hf_config, tp, range(world_size), model.dtype)
+        expert_parallel = rollout.expert_parallel_size > 1
+        if expert_parallel and device == "cpu":
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.expert_parallel_size={rollout.expert_parallel_size} needs GPUs: vLLM's "
+                "CPU build ends in a segmentation fault with it; set 1"
+            )
+        specs = family.rollout_specs(hf_config, tp, range(world_size), model.dtype, expert_parallel=expert_parallel)
         self._vocab_size = family.model_facts(hf_config).vocab_size
         self._eos = eos_token_ids(Path(model_dir), hf_config)
         self._device, self._rank, self._tp, self._ident = device, rank, tp, ident
@@ -108,9 +114,12 @@ class VllmEngine:
         self._has_tokenizer = not arguments["skip_tokenizer_init"]
         self._can_sleep = device == "cuda" and rollout.free_cache_engine
         self._asleep: set[str] = set()
-        self._fresh: torch.nn.Module | None = None
         self._llm = self._launch(arguments, cfg.seed)
-        self._check_parameters()
+        if cfg.reshard.sink == "reference":
+            whole = whole_tensors(family.canonical_tensors(hf_config), model.dtype, world_size)
+            self._sink: WeightSink = ReferenceSink(self._llm, whole)
+        else:
+            self._sink = DirectSink(self._llm, specs, rank)
 
     def _launch(self, arguments: dict[str, Any], seed: int) -> private.LLM:
         cleanup_shm(self._ident)
@@ -163,65 +172,20 @@ class VllmEngine:
         return nullcontext() if self._device == "cuda" else torch.compiler.set_stance("force_eager")
 
     def sink_specs(self) -> Sequence[ShardSpec]:
-        return self._specs
+        return self._sink.sink_specs()
 
     def begin_publish(self) -> Mapping[str, torch.Tensor]:
-        """This rank's parameters by vLLM's names, in the layout of `sink_specs`; padding is zero."""
+        """The sink's buffers on this rank, by the names that `sink_specs` use."""
         if "weights" in self._asleep:
             raise EngineError("begin_publish while the weights sleep; call wake('weights') first")
-        if self._device != "cuda":
-            self._fresh = private.build_model(self._llm)
-        model = private.running_model(self._llm) if self._fresh is None else self._fresh
-        buffers = {name: parameter.data for name, parameter in model.named_parameters()}
-        for name, numel in self._written_elements().items():
-            if buffers[name].numel() > numel:
-                buffers[name].zero_()
-        return buffers
+        return self._sink.begin_publish()
 
     def end_publish(self, policy_version: int) -> None:
         """Makes the written weights the ones that generate; prefixes computed with the old are dropped."""
-        if self._fresh is not None:
-            with self._compiler():
-                private.adopt(self._llm, self._fresh)
-            self._fresh = None
-        else:
-            torch.cuda.synchronize()  # vLLM may read on another stream than the one that wrote
+        with self._compiler():
+            self._sink.end_publish(policy_version)
         self._llm.reset_prefix_cache()
         logger.debug("policy version %d published", policy_version)
-
-    def _written_elements(self) -> dict[str, int]:
-        """Elements of each of this rank's buffers that a publish writes."""
-        written: dict[str, int] = defaultdict(int)
-        for spec in self._specs:
-            for shard in spec.shards:
-                if shard.rank == self._rank:
-                    written[shard.buffer] += prod(b - a for a, b in zip(shard.start, shard.stop, strict=True))
-        return dict(written)
-
-    def _check_parameters(self) -> None:
-        """The specs and the real model must name the same parameters, each large enough for its shards."""
-        model = private.running_model(self._llm) if self._device == "cuda" else private.build_model(self._llm)
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        written = self._written_elements()
-        if written.keys() != shapes.keys():
-            missing, unknown = sorted(written.keys() - shapes.keys()), sorted(shapes.keys() - written.keys())
-            raise EngineError(
-                f"vllm {private.VERSION} and the family's rollout layout name different parameters: "
-                f"only in the layout {missing[:4]}, only in vLLM {unknown[:4]}"
-            )
-        for spec in self._specs:
-            for shard in spec.shards:
-                extents = (1,) * (len(shard.offset) - len(shard.start)) + tuple(
-                    b - a for a, b in zip(shard.start, shard.stop, strict=True)
-                )
-                ends = tuple(o + e for o, e in zip(shard.offset, extents, strict=True))
-                shape = shapes[shard.buffer]
-                if shard.rank == self._rank and (
-                    len(ends) != len(shape) or any(e > s for e, s in zip(ends, shape, strict=True))
-                ):
-                    raise EngineError(
-                        f"vLLM's parameter {shard.buffer} has shape {shape}; {spec.name} ends at {ends} in it"
-                    )
 
     def sleep(self) -> None:
         """Frees the device memory of weights and KV cache (vLLM's level 2); on CPU, which can't, does nothing."""
@@ -243,8 +207,7 @@ class VllmEngine:
         """Ends the engine and removes its shared memory; the torch.distributed world stays. Safe to repeat."""
         if hasattr(self, "_llm"):
             private.shut_down(self._llm)
-            del self._llm
-            self._fresh = None
+            del self._llm, self._sink
             gc.collect()
         cleanup_shm(self._ident)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import rlhpc.backends.vllm.environment  # noqa: F401  # isort: skip  # before the first vllm import
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,6 +88,11 @@ def vllm_config(llm: LLM) -> VllmConfig:
     return llm.llm_engine.vllm_config
 
 
+def device(llm: LLM) -> torch.device:
+    """Where the model is: cpu, or cuda, which means the current one."""
+    return torch.device(vllm_config(llm).device_config.device)
+
+
 def build_model(llm: LLM) -> nn.Module:
     """A second instance of the running model, its weights allocated but neither loaded nor processed.
 
@@ -103,7 +108,7 @@ def build_model(llm: LLM) -> nn.Module:
     layers.clear()
     moe_layers.clear()
     try:
-        with set_default_torch_dtype(config.model_config.dtype):
+        with set_default_torch_dtype(config.model_config.dtype), device(llm):
             return initialize_model(vllm_config=config)
     finally:
         layers.clear()
@@ -111,16 +116,28 @@ def build_model(llm: LLM) -> nn.Module:
         moe_layers[:] = kept_moe
 
 
+def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> set[str]:
+    """vLLM's own loader: HF tensors by name, whole, into this rank's parts. Returns the parameters that it wrote."""
+    loaded: set[str] = model.load_weights(weights.items())
+    return loaded
+
+
 def adopt(llm: LLM, fresh: nn.Module) -> None:
     """Processes the weights of `fresh` into the kernels' layouts and makes the running model use them.
 
-    vLLM's own `reload_weights` leaves stale prepacked weights behind on the CPU build (0.32). Here every module
-    takes over all attributes of its new counterpart but its submodules; Attention keeps its own, the KV cache
-    among them.
+    On CUDA its values are copied into the running parameters, whose addresses CUDA graphs have recorded. On a CPU
+    vLLM's own `reload_weights` leaves stale prepacked weights behind (0.32): there every module takes over all
+    attributes of its new counterpart but its submodules; Attention keeps its own, the KV cache among them.
     """
-    config = vllm_config(llm)
+    config, target = vllm_config(llm), device(llm)
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-        process_weights_after_loading(fresh, config.model_config, torch.device("cpu"))
+        process_weights_after_loading(fresh, config.model_config, target)
+    if target.type == "cuda":
+        values = dict(fresh.named_parameters())
+        for name, parameter in running_model(llm).named_parameters():
+            parameter.data.copy_(values[name].data)
+        torch.cuda.synchronize()  # vLLM may read on another stream
+        return
     counterparts = dict(fresh.named_modules())
     for name, module in running_model(llm).named_modules():
         if not isinstance(module, Attention):

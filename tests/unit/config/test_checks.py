@@ -61,7 +61,7 @@ def violations_of(overrides, world_size=4, model=None):
 M = f"{ACTOR}.megatron"
 TP, PP = f"{M}.tensor_model_parallel_size", f"{M}.pipeline_model_parallel_size"
 EP, ETP = f"{M}.expert_model_parallel_size", f"{M}.expert_tensor_parallel_size"
-RTP = f"{ROLLOUT}.tensor_model_parallel_size"
+RTP, REP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_size"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,9 @@ RTP = f"{ROLLOUT}.tensor_model_parallel_size"
         ({"trainer.test_freq": 5, "data.val_files": "/v.jsonl"}, 4),
         ({"trainer.logger": ["console", "wandb"], "trainer.wandb_mode": "offline"}, 4),
         ({f"{ROLLOUT}.chunk_prompts": 4}, 4),
+        ({RTP: 2, REP: 2}, 4),
+        ({f"{ROLLOUT}.temperature": 0.01, f"{ROLLOUT}.val_kwargs.temperature": 0}, 4),
+        ({f"{ROLLOUT}.temperature": 2, f"{ROLLOUT}.val_kwargs.temperature": 2}, 4),
         ({"reward.name": "gsm8k"}, 4),
         ({"reward.name": f"{__file__}:score"}, 4),
     ],
@@ -144,7 +147,12 @@ def test_allowed(overrides, world_size):
         ({f"{M}.moe_aux_loss_coeff": 0.01}, 4, ["moe_aux_loss_coeff=0.01", "set 0"]),
         ({f"{M}.use_distributed_optimizer": False}, 4, ["use_distributed_optimizer=false", "set true"]),
         ({"trainer.nnodes": 2}, 4, ["trainer.nnodes=2 needs launch=slurm"]),
-        ({f"{ROLLOUT}.temperature": 0}, 4, ["temperature=0.0 is out of range; set it above 0"]),
+        ({f"{ROLLOUT}.temperature": 0}, 4, [f"{ROLLOUT}.temperature=0.0 is out of range", "0.01 to 2"]),
+        ({f"{ROLLOUT}.temperature": 0.009}, 4, [f"{ROLLOUT}.temperature=0.009 is out of range", "0.01 to 2"]),
+        ({f"{ROLLOUT}.temperature": 2.1}, 4, [f"{ROLLOUT}.temperature=2.1 is out of range", "0.01 to 2"]),
+        ({f"{ROLLOUT}.val_kwargs.temperature": 0.009}, 4, ["temperature=0.009", "0.01 to 2", "or 0 (greedy)"]),
+        ({f"{ROLLOUT}.val_kwargs.temperature": 2.1}, 4, ["temperature=2.1", "0.01 to 2", "or 0 (greedy)"]),
+        ({f"{ROLLOUT}.stop": ["a", ""]}, 4, ["rollout.stop=['a', ''] has an empty string"]),
         ({f"{ROLLOUT}.top_p": 1.1}, 4, ["top_p=1.1 is out of range", "at most 1"]),
         ({f"{ROLLOUT}.top_k": 0}, 4, ["top_k=0 is out of range; set -1 (off) or at least 1"]),
         ({f"{ROLLOUT}.n": 0}, 4, ["rollout.n=0 is out of range; set at least 1"]),
@@ -168,12 +176,23 @@ def test_allowed(overrides, world_size):
         ({"trainer.device": "gpu"}, 4, ["trainer.device='gpu'", "auto, cpu, cuda"]),
         ({"actor_rollout_ref.model.dtype": "float16"}, 4, ["dtype='float16'", "bfloat16, float32"]),
         ({f"{ROLLOUT}.name": "sglang"}, 4, ["rollout.name='sglang'", "choose vllm"]),
+        ({"reshard.sink": "loader"}, 4, ["reshard.sink='loader' is unknown", "choose direct, reference"]),
+        ({RTP: 4, REP: 2}, 4, [f"{REP}=2 must be 1 or tensor_model_parallel_size=4"]),
+        ({RTP: 2, REP: 2, "trainer.device": "cpu"}, 4, [f"{REP}=2 needs GPUs", "set 1"]),
     ],
 )
 def test_refused_alone(overrides, world_size, parts):
     lines = violations_of(overrides, world_size)
     hits = [line for line in lines if all(part in line for part in parts)]
     assert len(hits) == 1, lines
+
+
+def test_an_engine_that_holds_whole_experts_must_divide_their_number_and_not_their_width():
+    wide = MODEL | {"num_experts": 8, "moe_intermediate_size": 99}
+    assert violations_of({RTP: 2, f"{ROLLOUT}.n": 4, REP: 2}, 2, wide) == []
+    odd = MODEL | {"num_experts": 9}
+    [line] = violations_of({RTP: 2, REP: 2}, 2, odd)
+    assert line == f"{REP}=2 must divide num_experts=9; choose 1, 3, 9"
 
 
 def test_kv_heads():

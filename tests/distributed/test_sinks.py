@@ -1,0 +1,102 @@
+"""Both ways of weights into a real vLLM, in every split of four ranks: byte-equal parameters, equal samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.distributed import vllm_ranks
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_vllm import expected
+from tests.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.distributed
+# vLLM pads 90 tokens to 128: 38 rows of padding at TP=1; at TP=4 rank 2 has 6 and rank 3 nothing else.
+VOCAB, PADDED = 90, 128
+TENSOR_PARALLEL = {
+    1: "direct",
+    2: "reference",
+    4: "direct",
+}  # 4 replicas, 2 replicas, 1; the sink the engine starts with
+SPECS = {"greedy": vllm_ranks.spec(temperature=0.0), "sampled": vllm_ranks.spec(n=2)}
+
+
+def prompts() -> list[tuple[int, list[int]]]:
+    rng = np.random.default_rng(3)
+    return [(10 + i, rng.integers(5, VOCAB, length).tolist()) for i, length in enumerate((1, 9, 30, 131))]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), seed=2, vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> Any:
+    """Token ids -> Transformers' float64 logits [T, V]."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, experts_implementation="eager")
+
+    def logits(token_ids: Sequence[int]) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.tensor([list(token_ids)])).logits[0].numpy()
+
+    return logits
+
+
+@pytest.fixture(scope="module")
+def published(model_dir: Path) -> dict[int, list[dict[str, Any]]]:
+    return {
+        tp: run_ranks(
+            "tests.distributed.sink_ranks:both_sinks",
+            4, model_dir=str(model_dir), tp=tp, prompts=prompts(), specs=SPECS, configured=sink,
+        )
+        for tp, sink in TENSOR_PARALLEL.items()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", TENSOR_PARALLEL)
+def test_parameters_are_equal_byte_for_byte(tp: int, published: dict[int, Any], model_dir: Path) -> None:
+    embedding = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"]
+    table = np.concatenate([embedding, np.zeros((PADDED - VOCAB, embedding.shape[1]), embedding.dtype)])
+    for rank, result in enumerate(published[tp]):
+        assert result["names"][0] == result["names"][1]
+        assert result["unequal"] == result["never written"] == []
+        np.testing.assert_array_equal(result["vocabulary"], np.split(table, tp)[rank % tp])  # padding is zero
+
+
+@pytest.mark.parametrize("tp", TENSOR_PARALLEL)
+def test_what_is_sampled_is_equal_and_is_transformers(tp: int, published: dict[int, Any], reference: Any) -> None:
+    asked = dict(prompts())
+    for result in published[tp]:
+        for name, spec in SPECS.items():
+            direct, through_loader = result["direct"][name], result["reference"][name]
+            for a, b in zip(direct, through_loader, strict=True):
+                np.testing.assert_array_equal(a.token_ids, b.token_ids)
+                np.testing.assert_array_equal(a.logprobs, b.logprobs)
+                wanted = expected(reference, asked[a.prompt_id], a.token_ids, spec)
+                np.testing.assert_allclose(a.logprobs, wanted, atol=1e-4)
+
+
+def test_every_split_gives_the_same_greedy_tokens(published: dict[int, Any]) -> None:
+    ranks = [result for results in published.values() for result in results]
+    assert [result["replica"] for result in ranks] == [0, 1, 2, 3, 0, 0, 1, 1, 0, 0, 0, 0]
+    tokens = [[a.token_ids.tolist() for a in result["direct"]["greedy"]] for result in ranks]
+    assert all(each == tokens[0] for each in tokens)
+    assert len({tuple(answer) for answer in tokens[0]}) == len(prompts())
+
+
+def test_the_configured_sink_is_used_and_frees_its_buffers(published: dict[int, Any]) -> None:
+    names = {"direct": "DirectSink", "reference": "ReferenceSink"}
+    for tp, sink in TENSOR_PARALLEL.items():
+        for result in published[tp]:
+            assert result["started with"] == names[sink]
+            assert result["still held"] == 0
+            assert result["direct negated"] == result["reference negated"]  # both publishes did change the weights
