@@ -31,7 +31,8 @@ def run_ranks(target: str, world_size: int, timeout_s: float = 240.0, **kwargs: 
             env = os.environ | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
                 "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             }  # fmt: skip
             with Path(folder, f"log-{rank}").open("wb") as log:
                 processes.append(

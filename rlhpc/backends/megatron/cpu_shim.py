@@ -1,7 +1,7 @@
 """Lets megatron-core 0.16.1 run where there is no CUDA device.
 
 Nothing global is patched: torch itself stays as it is for every other user in the process (vLLM in particular), no
-torch operation gets slower, and on a CUDA machine `install` does nothing. Megatron's own modules get
+torch operation gets slower, and on a CUDA machine `install` does only the last of these. Megatron's own modules get
 
 * `torch`: a copy of the torch namespace whose `cuda` answers for the CPU and whose factories take device="cuda" for
   "cpu" (clip_grads.py, optimizer.py, schedules.py, mappings.py and others name the device literally);
@@ -84,18 +84,18 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 
 def install() -> None:
     """Prepares the Megatron modules imported so far. Call after importing them; calling again is harmless."""
-    if torch.cuda.is_available():
-        return
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    moe_utils.__dict__.setdefault("te_general_gemm", None)
+    if torch.cuda.is_available():
+        return
     namespace = _cpu_torch()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
             module.torch = namespace
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    moe_utils.__dict__.setdefault("te_general_gemm", None)
     for user in (moe_utils, token_dispatcher):
         user.maybe_move_tensor_to_cpu = _maybe_numpy
 
