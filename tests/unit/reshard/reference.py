@@ -9,8 +9,7 @@ from rlhpc.reshard.families import ModelFacts
 
 Arrays = dict[str, np.ndarray]
 
-CONFIG = {
-    "model_type": "qwen3_moe",
+_DECODER = {
     "hidden_act": "silu",
     "hidden_size": 16,
     "num_hidden_layers": 4,
@@ -18,16 +17,30 @@ CONFIG = {
     "num_key_value_heads": 2,
     "head_dim": 4,
     "intermediate_size": 32,
-    "moe_intermediate_size": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
     "vocab_size": 70,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
+CONFIG = {
+    **_DECODER,
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+CONFIGS = {
+    "qwen3_moe": CONFIG,
+    "mixtral": {
+        **_DECODER, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
+        "tie_word_embeddings": True, "head_dim": 2,
+    },
+    "llama": {**_DECODER, "model_type": "llama", "tie_word_embeddings": True},
+    "qwen2": {**_DECODER, "model_type": "qwen2", "head_dim": 2},
+    "qwen3": {**_DECODER, "model_type": "qwen3", "tie_word_embeddings": True},
+}  # fmt: skip
 
 
 def canonical_arrays(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Arrays:
@@ -42,14 +55,38 @@ def canonical_arrays(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Array
     }
 
 
-def _experts(tensors: Arrays, prefix: str, chosen: range, tp: int, tp_size: int) -> tuple[np.ndarray, np.ndarray]:
+def _gate_up_down(tensors: Arrays, mlp: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """By either of the names that published checkpoints use."""
+    for names in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
+        if f"{mlp}.{names[0]}.weight" in tensors:
+            gate, up, down = (tensors[f"{mlp}.{name}.weight"] for name in names)
+            return gate, up, down
+    raise KeyError(mlp)
+
+
+def _mlp(tensors: Arrays, mlp: str, tp: int, tp_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(gate over up, down), each split over tp_size ranks."""
+    gate, up, down = _gate_up_down(tensors, mlp)
+    return (
+        np.concatenate([np.split(gate, tp_size)[tp], np.split(up, tp_size)[tp]]),
+        np.split(down, tp_size, axis=1)[tp],
+    )
+
+
+def _experts(tensors: Arrays, block: str, chosen: range, tp: int, tp_size: int) -> tuple[np.ndarray, np.ndarray]:
     """(w13, w2) of the chosen experts, each split over tp_size ranks."""
-    w13, w2 = [], []
-    for e in chosen:
-        gate, up, down = (tensors[f"{prefix}mlp.experts.{e}.{x}_proj.weight"] for x in ("gate", "up", "down"))
-        w13.append(np.concatenate([np.split(gate, tp_size)[tp], np.split(up, tp_size)[tp]]))
-        w2.append(np.split(down, tp_size, axis=1)[tp])
+    w13, w2 = zip(*(_mlp(tensors, f"{block}.experts.{e}", tp, tp_size) for e in chosen), strict=True)
     return np.stack(w13), np.stack(w2)
+
+
+def _qkv(tensors: Arrays, attention: str) -> dict[str, list[np.ndarray]]:
+    """q, k and v of each kind of parameter that the model has."""
+    kinds = [kind for kind in ("weight", "bias") if f"{attention}.q_proj.{kind}" in tensors]
+    return {kind: [tensors[f"{attention}.{x}_proj.{kind}"] for x in "qkv"] for kind in kinds}
+
+
+def _block(facts: ModelFacts) -> str:
+    return "block_sparse_moe" if facts.model_type == "mixtral" else "mlp"
 
 
 def _vocab(table: np.ndarray, padded: int, tp: int, tp_size: int) -> np.ndarray:
@@ -64,25 +101,27 @@ def trainer_buffers(tensors: Arrays, facts: ModelFacts, layout: ParallelLayout, 
     buffers: Arrays = {}
     for local in range(per_stage):
         hf, ours = f"model.layers.{at.pp * per_stage + local}.", f"decoder.layers.{local}."
-        q, k, v = (tensors[f"{hf}self_attn.{x}_proj.weight"] for x in "qkv")
-        grouped = np.concatenate([x.reshape(groups, -1, facts.hidden_size) for x in (q, k, v)], axis=1)
-        local_experts = facts.num_experts // layout.ep
-        chosen = range(at.ep * local_experts, (at.ep + 1) * local_experts)
-        w13, w2 = _experts(tensors, hf, chosen, at.etp, layout.etp)
+        for kind, qkv in _qkv(tensors, hf + "self_attn").items():
+            grouped = np.concatenate([x.reshape(groups, -1, *x.shape[1:]) for x in qkv], axis=1)
+            rows = np.split(grouped.reshape(-1, *qkv[0].shape[1:]), layout.tp)[at.tp]
+            buffers[f"{ours}self_attention.linear_qkv.{kind}"] = rows
+        for x in "qk" if facts.model_type in ("qwen3", "qwen3_moe") else "":
+            buffers[f"{ours}self_attention.{x}_layernorm.weight"] = tensors[f"{hf}self_attn.{x}_norm.weight"]
         proj = np.split(tensors[hf + "self_attn.o_proj.weight"], layout.tp, axis=1)[at.tp]
         buffers |= {
             ours + "input_layernorm.weight": tensors[hf + "input_layernorm.weight"],
-            ours + "self_attention.linear_qkv.weight": np.split(grouped.reshape(-1, facts.hidden_size), layout.tp)[
-                at.tp
-            ],
             ours + "self_attention.linear_proj.weight": proj,
-            ours + "self_attention.q_layernorm.weight": tensors[hf + "self_attn.q_norm.weight"],
-            ours + "self_attention.k_layernorm.weight": tensors[hf + "self_attn.k_norm.weight"],
             ours + "pre_mlp_layernorm.weight": tensors[hf + "post_attention_layernorm.weight"],
-            ours + "mlp.router.weight": tensors[hf + "mlp.gate.weight"],
-            ours + "mlp.experts.w13": w13,
-            ours + "mlp.experts.w2": w2,
         }
+        if facts.num_experts:
+            local_experts = facts.num_experts // layout.ep
+            chosen = range(at.ep * local_experts, (at.ep + 1) * local_experts)
+            w13, w2 = _experts(tensors, hf + _block(facts), chosen, at.etp, layout.etp)
+            router = tensors[f"{hf}{_block(facts)}.gate.weight"]
+            buffers |= {ours + "mlp.router.weight": router, ours + "mlp.experts.w13": w13, ours + "mlp.experts.w2": w2}
+        else:
+            fc1, fc2 = _mlp(tensors, hf + "mlp", at.tp, layout.tp)
+            buffers |= {ours + "mlp.linear_fc1.weight": fc1, ours + "mlp.linear_fc2.weight": fc2}
     padded = -(-facts.vocab_size // layout.tp) * layout.tp
     embed = _vocab(tensors["model.embed_tokens.weight"], padded, at.tp, layout.tp)
     if at.pp == 0:
@@ -101,23 +140,30 @@ def rollout_buffers(tensors: Arrays, facts: ModelFacts, tp: int, tp_size: int, *
     buffers: Arrays = {}
     for i in range(facts.num_layers):
         layer = f"model.layers.{i}."
-        q, k, v = (tensors[f"{layer}self_attn.{x}_proj.weight"] for x in "qkv")
         kv_copies = max(tp_size // facts.num_kv_heads, 1)
-        by_head = [np.repeat(x.reshape(facts.num_kv_heads, -1, x.shape[1]), kv_copies, axis=0) for x in (k, v)]
-        local = [np.split(q, tp_size)[tp], *(np.concatenate(np.split(x, tp_size)[tp]) for x in by_head)]
-        if expert_parallel:
-            per_rank = facts.num_experts // tp_size
-            w13, w2 = _experts(tensors, layer, range(tp * per_rank, (tp + 1) * per_rank), 0, 1)
-        else:
-            w13, w2 = _experts(tensors, layer, range(facts.num_experts), tp, tp_size)
-        same = ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "mlp.gate")
+        for kind, (q, k, v) in _qkv(tensors, layer + "self_attn").items():
+            by_head = [np.repeat(x.reshape(facts.num_kv_heads, -1, *x.shape[1:]), kv_copies, axis=0) for x in (k, v)]
+            local = [np.split(q, tp_size)[tp], *(np.concatenate(np.split(x, tp_size)[tp]) for x in by_head)]
+            buffers[f"{layer}self_attn.qkv_proj.{kind}"] = np.concatenate(local)
+        same = ["input_layernorm", "post_attention_layernorm"]
+        same += ["self_attn.q_norm", "self_attn.k_norm"] if facts.model_type in ("qwen3", "qwen3_moe") else []
+        same += [f"{_block(facts)}.gate"] if facts.num_experts else []
         buffers |= {f"{layer}{name}.weight": tensors[f"{layer}{name}.weight"] for name in same}
-        buffers |= {
-            layer + "self_attn.qkv_proj.weight": np.concatenate(local),
-            layer + "self_attn.o_proj.weight": np.split(tensors[layer + "self_attn.o_proj.weight"], tp_size, 1)[tp],
-            layer + "mlp.experts.routed_experts.w13_weight": w13,
-            layer + "mlp.experts.routed_experts.w2_weight": w2,
-        }
+        out = np.split(tensors[layer + "self_attn.o_proj.weight"], tp_size, 1)[tp]
+        buffers[layer + "self_attn.o_proj.weight"] = out
+        block = layer + _block(facts)
+        if facts.num_experts:
+            per_rank = facts.num_experts // tp_size
+            whole = (range(tp * per_rank, (tp + 1) * per_rank), 0, 1)
+            parts = whole if expert_parallel else (range(facts.num_experts), tp, tp_size)
+            w13, w2 = _experts(tensors, block, *parts)
+            buffers |= {
+                f"{block}.experts.routed_experts.w13_weight": w13,
+                f"{block}.experts.routed_experts.w2_weight": w2,
+            }
+        else:
+            gate_up, down = _mlp(tensors, block, tp, tp_size)
+            buffers |= {f"{block}.gate_up_proj.weight": gate_up, f"{block}.down_proj.weight": down}
     padded = -(-facts.vocab_size // 64) * 64
     heads = ("model.embed_tokens.weight",) if facts.tied_embeddings else ("model.embed_tokens.weight", "lm_head.weight")
     buffers |= {name: _vocab(tensors[name], padded, tp, tp_size) for name in heads}

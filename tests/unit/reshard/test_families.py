@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from rlhpc.errors import ConfigError, ModelError
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for, model_facts, padded_vocab_size
-from tests.unit.reshard.reference import CONFIG, Arrays, canonical_arrays, rollout_buffers, trainer_buffers
+from rlhpc.reshard.families.facts import Llama3Scaling
+from tests.tiny_family import write_tiny_family
+from tests.unit.reshard.reference import CONFIG, CONFIGS, Arrays, canonical_arrays, rollout_buffers, trainer_buffers
 
 
 def fill(specs: list[ShardSpec], rank: int, tensors: Arrays, expected: Arrays) -> Arrays:
@@ -44,10 +48,17 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"tp{x.tp}pp{x.pp}ep{x.ep}etp{x.etp}")
-def test_trainer_parameters(layout: ParallelLayout, tied: bool) -> None:
-    config = CONFIG | {"tie_word_embeddings": tied}
+DENSE = [layout for layout in LAYOUTS if layout.ep == layout.etp == 1]
+TRAINED = {"qwen3_moe": LAYOUTS, "mixtral": LAYOUTS[::4]} | dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [(name, layout) for name, layouts in TRAINED.items() for layout in layouts],
+    ids=lambda x: x if isinstance(x, str) else f"tp{x.tp}pp{x.pp}ep{x.ep}etp{x.etp}",
+)
+def test_trainer_parameters(model_type: str, layout: ParallelLayout) -> None:
+    config = CONFIGS[model_type]
     family, facts = family_for(config), model_facts(config)
     tensors = canonical_arrays(family.canonical_tensors(config))
     specs = family.trainer_specs(config, layout, "float32")
@@ -56,27 +67,26 @@ def test_trainer_parameters(layout: ParallelLayout, tied: bool) -> None:
         assert_equal(fill(specs, rank, tensors, expected), expected)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("tp", "expert_parallel"), [*itertools.product((1, 2, 4, 8), (False, True))])
-def test_rollout_parameters(tp: int, expert_parallel: bool, tied: bool) -> None:
-    config = CONFIG | {"tie_word_embeddings": tied}
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("model_type", "expert_parallel"),
+    [*((name, False) for name in CONFIGS), *((name, True) for name in ("qwen3_moe", "mixtral"))],
+)
+def test_rollout_parameters(model_type: str, expert_parallel: bool, tp: int) -> None:
+    config = CONFIGS[model_type]
     family, facts = family_for(config), model_facts(config)
     tensors = canonical_arrays(family.canonical_tensors(config))
-    ranks = list(range(8, 24))  # several replicas, not from rank 0
+    ranks = range(8, 8 + 2 * tp)  # two replicas, not from rank 0
     specs = family.rollout_specs(config, tp, ranks, "float32", expert_parallel=expert_parallel)
     for i, rank in enumerate(ranks):
         expected = rollout_buffers(tensors, facts, i % tp, tp, expert_parallel=expert_parallel)
         assert_equal(fill(specs, rank, tensors, expected), expected)
 
 
-def test_canonical_tensors_are_those_that_transformers_writes(tmp_path: Path) -> None:
-    import json
-
-    from safetensors import safe_open
-
-    from tests.tiny_model import write_tiny_model
-
-    directory = write_tiny_model(tmp_path / "model")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_canonical_tensors_are_those_that_transformers_writes(model_type: str, tied: bool, tmp_path: Path) -> None:
+    directory = write_tiny_family(tmp_path / "model", model_type, tie_word_embeddings=tied)
     config = json.loads((directory / "config.json").read_text())
     with safe_open(directory / "model.safetensors", framework="np") as file:
         written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -90,6 +100,54 @@ def test_facts_of_both_config_generations() -> None:
     assert model_facts(new) == old
     assert (old.num_experts, old.rope_theta, old.head_dim, old.moe_intermediate_size) == (8, 1e6, 4, 8)
     assert model_facts({k: v for k, v in CONFIG.items() if k != "head_dim"}).head_dim == 2  # 16 / 8 heads
+
+
+def test_llama3_scaling_of_both_config_generations() -> None:
+    scaling = {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    old = {**CONFIGS["llama"], "rope_theta": 5e5, "rope_scaling": scaling}
+    new = {**CONFIGS["llama"], "rope_parameters": {**scaling, "rope_theta": 5e5}}
+    assert model_facts(old) == model_facts(new)
+    assert model_facts(old).rope_theta == 5e5
+    assert model_facts(old).rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    assert model_facts(CONFIGS["llama"]).rope_scaling is None
+
+
+def test_what_families_imply() -> None:
+    facts = {name: model_facts(config) for name, config in CONFIGS.items()}
+    assert [name for name in facts if facts[name].qkv_bias] == ["qwen2"]
+    assert [name for name in facts if facts[name].qk_norm] == ["qwen3_moe", "qwen3"]
+    mixtral = facts["mixtral"]
+    assert (mixtral.num_experts, mixtral.moe_intermediate_size, mixtral.norm_topk_prob) == (8, 32, True)
+    assert (facts["llama"].num_experts, facts["llama"].intermediate_size) == (0, 32)
+    llama2 = {key: value for key, value in CONFIGS["llama"].items() if key != "rope_theta"}
+    assert model_facts(llama2).rope_theta == 10000.0
+    with_unused_window = {"use_sliding_window": False, "sliding_window": 131072, "layer_types": ["full_attention"] * 4}
+    assert model_facts(CONFIGS["qwen2"] | with_unused_window) == facts["qwen2"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias=True is not supported for llama; supported: None, False"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True is not supported for llama"),
+        ("llama", {"sliding_window": 4096}, "sliding_window=4096 is not supported for llama"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
+        ("llama", {"intermediate_size": None}, "config.json of llama lacks intermediate_size"),
+        ("qwen2", {"head_dim": 4}, "head_dim=4 is not supported for qwen2; .* = 16 / 8"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported for qwen2"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported for qwen3"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported for mixtral"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported for mixtral"),
+        ("mixtral", {"num_local_experts": None}, "config.json of mixtral lacks num_experts or num_local_experts"),
+    ],
+)
+def test_what_a_family_lacks_is_refused_by_name(model_type: str, change: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_facts(CONFIGS[model_type] | change)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +182,11 @@ def test_layouts_that_cannot_shard_name_the_choices() -> None:
         family.trainer_specs(CONFIG, ParallelLayout(1, 1, 1, 6, 1, 6), "float32")
     with pytest.raises(ConfigError, match="pp=3 must divide num_hidden_layers=4"):
         family.trainer_specs(CONFIG, ParallelLayout(1, 3, 1, 1, 1, 3), "float32")
+    with pytest.raises(ConfigError, match="ep=2 needs a model with experts, this llama is dense; set 1"):
+        family_for(CONFIGS["llama"]).trainer_specs(CONFIGS["llama"], ParallelLayout(1, 1, 1, 2, 1, 2), "float32")
+    three = CONFIGS["llama"] | {"num_attention_heads": 12, "num_key_value_heads": 3}
+    with pytest.raises(ConfigError, match="tp=2 must divide .* num_key_value_heads=3; choose 1, 3 or a multiple of 3"):
+        family_for(three).trainer_specs(three, ParallelLayout(2, 1, 1, 1, 1, 2), "float32")
     with pytest.raises(ConfigError, match="rollout tensor_model_parallel_size=16 must divide num_attention_heads=8"):
         family.rollout_specs(CONFIG, 16, range(16), "float32")
 
