@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import add, sub
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from rlhpc.errors import ModelError
-from rlhpc.reshard.plan import ITEM_BYTES, Index, ReshardPlan, ShardCopy
+from rlhpc.errors import ConfigError, ModelError
+from rlhpc.reshard.flat import flat_boxes
+from rlhpc.reshard.plan import ITEM_BYTES, Index, ReshardPlan, ShardCopy, Traffic
 
 
 def region(buffer: torch.Tensor, offset: Index, extent: Index) -> torch.Tensor:
@@ -63,29 +65,20 @@ class Move(NamedTuple):
             return self._replace(src_extent=extent, dst_extent=extent)
         return None
 
-    def split(self, max_numel: int) -> Iterator[Move]:
-        """Parts of at most `max_numel` elements, cut along the outermost dimension that can be cut."""
-        if self.numel <= max_numel:
+    def cut(self, begin: int, end: int) -> Iterator[Move]:
+        """Elements [begin, end) of the box in their order."""
+        if (begin, end) == (0, self.numel):
             yield self
             return
-        shared = min(len(self.src_extent), len(self.dst_extent))
-        dim = next(d for d in range(-shared, 0) if self.dst_extent[d] > 1)
-        half = self.dst_extent[dim] // 2
-        first = self._replace(src_extent=_put(self.src_extent, dim, half), dst_extent=_put(self.dst_extent, dim, half))
-        second = self._replace(
-            src_offset=_put(self.src_offset, dim, self.src_offset[dim] + half),
-            dst_offset=_put(self.dst_offset, dim, self.dst_offset[dim] + half),
-            src_extent=_put(self.src_extent, dim, self.src_extent[dim] - half),
-            dst_extent=_put(self.dst_extent, dim, self.dst_extent[dim] - half),
-        )
-        yield from first.split(max_numel)
-        yield from second.split(max_numel)
-
-
-def _put(index: Index, dim: int, value: int) -> Index:
-    values = list(index)
-    values[dim] = value
-    return tuple(values)
+        for low, high in flat_boxes(max(self.src_extent, self.dst_extent, key=len), begin, end):
+            src_low, dst_low = low[len(low) - len(self.src_offset) :], low[len(low) - len(self.dst_offset) :]
+            extent = tuple(map(sub, high, low))
+            yield self._replace(
+                src_offset=tuple(map(add, self.src_offset, src_low)),
+                src_extent=extent[len(low) - len(self.src_offset) :],
+                dst_offset=tuple(map(add, self.dst_offset, dst_low)),
+                dst_extent=extent[len(low) - len(self.dst_offset) :],
+            )
 
 
 def merge(copies: Iterable[ShardCopy]) -> list[Move]:
@@ -103,45 +96,72 @@ def merge(copies: Iterable[ShardCopy]) -> list[Move]:
     return moves
 
 
-@dataclass
+@dataclass(frozen=True)
 class Round:
     """One exchange: what this rank sends to and receives from each rank, and the dtype that travels."""
 
     dtype: str
-    sends: dict[int, list[Move]] = field(default_factory=lambda: defaultdict(list))
-    receives: dict[int, list[Move]] = field(default_factory=lambda: defaultdict(list))
+    sends: dict[int, list[Move]] = field(default_factory=dict)
+    receives: dict[int, list[Move]] = field(default_factory=dict)
 
 
 def rounds(plan: ReshardPlan, rank: int, bucket_bytes: int) -> list[Round]:
-    """The remote copies of `plan` as exchanges in which no rank holds more than `bucket_bytes` of data to
-    send and received together. Every rank computes the same number of rounds."""
-    by_dtype: dict[str, list[ShardCopy]] = defaultdict(list)
-    for copy in plan.copies:
+    """The remote copies of `rank` as exchanges in which no rank has more than `bucket_bytes` to send and received
+    together.
+
+    What each pair of ranks has to exchange is cut into as many equal parts as there are rounds. So every rank knows
+    the number of rounds, and its parts of each, without looking at the copies of others, and all rounds are alike.
+    """
+    pairs: dict[str, dict[tuple[int, int], list[ShardCopy]]] = defaultdict(lambda: defaultdict(list))
+    for copy in plan.copies_of(rank):
         if not copy.is_local:
-            by_dtype[plan.dst_dtypes[copy.tensor]].append(copy)
+            pairs[plan.dst_dtypes[copy.tensor]][copy.src_rank, copy.dst_rank].append(copy)
     result: list[Round] = []
-    for dtype, copies in by_dtype.items():
-        capacity = bucket_bytes // ITEM_BYTES[dtype]
-        if capacity < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes} doesn't hold one {dtype} element")
-        begin = len(result)
-        used: list[dict[int, int]] = []
-        latest: dict[int, int] = defaultdict(int)  # by rank: moves of a pair stay in order
-        for move in (part for whole in merge(copies) for part in whole.split(max(capacity // 2, 1))):
-            i = max(latest[move.src_rank], latest[move.dst_rank])
-            while i < len(used) and any(used[i][r] + move.numel > capacity for r in (move.src_rank, move.dst_rank)):
-                i += 1
-            if i == len(used):
-                used.append(defaultdict(int))
-                result.append(Round(dtype))
-            for r in (move.src_rank, move.dst_rank):
-                used[i][r] += move.numel
-                latest[r] = i
-            if move.src_rank == rank:
-                result[begin + i].sends[move.dst_rank].append(move)
-            if move.dst_rank == rank:
-                result[begin + i].receives[move.src_rank].append(move)
+    for dtype, traffic in plan.traffic.items():
+        exchanges = [Round(dtype) for _ in range(_num_rounds(traffic, dtype, bucket_bytes))]
+        for (src, dst), copies in pairs[dtype].items():
+            for exchange, moves in zip(exchanges, _deal(merge(copies), len(exchanges)), strict=True):
+                if moves and src == rank:
+                    exchange.sends[dst] = moves
+                elif moves:
+                    exchange.receives[src] = moves
+        result += exchanges
     return result
+
+
+def _num_rounds(traffic: Traffic, dtype: str, bucket_bytes: int) -> int:
+    item = ITEM_BYTES[dtype]
+    ranks = traffic.sent.keys() | traffic.received.keys()
+    if not ranks:
+        return 0
+    largest = max(traffic.sent.get(r, 0) + traffic.received.get(r, 0) for r in ranks)
+    if largest <= bucket_bytes:
+        return 1
+    rounding = 2 * (len(ranks) - 1) * item  # a part may be one element more than its share, to and from each peer
+    if bucket_bytes <= rounding:
+        raise ConfigError(
+            f"bucket_bytes={bucket_bytes} must be more than {rounding}: one {dtype} element to and one from each of "
+            f"{len(ranks) - 1} ranks"
+        )
+    return -(-largest // (bucket_bytes - rounding))
+
+
+def _deal(moves: Sequence[Move], num_parts: int) -> list[list[Move]]:
+    """The moves' elements, in order, in parts of equal size, give or take one element."""
+    total = sum(move.numel for move in moves)
+    parts: list[list[Move]] = [[] for _ in range(num_parts)]
+    at = i = 0  # elements before this move, the part that is being filled
+    for move in moves:
+        begin = 0
+        while begin < move.numel:
+            end = min(move.numel, (i + 1) * total // num_parts - at)
+            if begin < end:
+                parts[i] += move.cut(begin, end)
+                begin = end
+            else:
+                i += 1
+        at += move.numel
+    return parts
 
 
 class Resharder:
@@ -160,10 +180,18 @@ class Resharder:
     ) -> None:
         self.plan, self.rank, self.group = plan, rank, group
         self.received_bytes = 0  # by the latest run
-        self._local = merge(c for c in plan.copies if c.is_local and c.dst_rank == rank)
         self._rounds = rounds(plan, rank, bucket_bytes)
-        self._src_dtypes = {c.src_buffer: plan.src_dtypes[c.tensor] for c in plan.copies if c.src_rank == rank}
-        self._dst_dtypes = {c.dst_buffer: plan.dst_dtypes[c.tensor] for c in plan.copies if c.dst_rank == rank}
+        local: list[ShardCopy] = []
+        self._src_dtypes: dict[str, str] = {}
+        self._dst_dtypes: dict[str, str] = {}
+        for copy in plan.copies_of(rank):
+            if copy.src_rank == rank:
+                self._src_dtypes[copy.src_buffer] = plan.src_dtypes[copy.tensor]
+            if copy.dst_rank == rank:
+                self._dst_dtypes[copy.dst_buffer] = plan.dst_dtypes[copy.tensor]
+            if copy.is_local:
+                local.append(copy)
+        self._local = merge(local)
 
     def run(self, src_buffers: Mapping[str, torch.Tensor], dst_buffers: Mapping[str, torch.Tensor]) -> None:
         """Copies every region of the plan. Collective; buffers on one device. Raises ModelError, before
@@ -172,10 +200,11 @@ class Resharder:
         _check_buffers("destination", dst_buffers, self._dst_dtypes)
         self.received_bytes = 0
         with torch.no_grad():
-            for move in self._local:
-                src = region(src_buffers[move.src_buffer], move.src_offset, move.src_extent)
-                dst = region(dst_buffers[move.dst_buffer], move.dst_offset, move.dst_extent)
-                dst.copy_(src.reshape(move.dst_extent))
+            sources = (region(src_buffers[m.src_buffer], m.src_offset, m.src_extent) for m in self._local)
+            _copy_each(
+                [region(dst_buffers[m.dst_buffer], m.dst_offset, m.dst_extent) for m in self._local],
+                [src.reshape(m.dst_extent) for src, m in zip(sources, self._local, strict=True)],
+            )
             if self._rounds:
                 device = next(iter((*src_buffers.values(), *dst_buffers.values()))).device
                 for exchange in self._rounds:
@@ -190,15 +219,15 @@ class Resharder:
     ) -> None:
         dtype = getattr(torch, exchange.dtype)
         peers = range(dist.get_world_size(self.group))
-        send_sizes = [sum(move.numel for move in exchange.sends[peer]) for peer in peers]
-        receive_sizes = [sum(move.numel for move in exchange.receives[peer]) for peer in peers]
+        sends, receives = ([side.get(peer, []) for peer in peers] for side in (exchange.sends, exchange.receives))
+        send_sizes, receive_sizes = ([sum(m.numel for m in moves) for moves in side] for side in (sends, receives))
         outgoing = torch.empty(sum(send_sizes), dtype=dtype, device=device)
         incoming = torch.empty(sum(receive_sizes), dtype=dtype, device=device)
-        at = 0
-        for move in (move for peer in peers for move in exchange.sends[peer]):
-            src = region(src_buffers[move.src_buffer], move.src_offset, move.src_extent)
-            outgoing[at : at + move.numel].view(move.src_extent).copy_(src)  # casts
-            at += move.numel
+        leaving = [move for moves in sends for move in moves]
+        _copy_each(  # casts
+            _parts(outgoing, [move.src_extent for move in leaving]),
+            [region(src_buffers[m.src_buffer], m.src_offset, m.src_extent) for m in leaving],
+        )
         item = ITEM_BYTES[exchange.dtype]
         dist.all_to_all_single(  # as bytes: no backend needs to know the dtype
             incoming.view(torch.uint8),
@@ -207,12 +236,22 @@ class Resharder:
             [size * item for size in send_sizes],
             group=self.group,
         )
-        at = 0
-        for move in (move for peer in peers for move in exchange.receives[peer]):
-            dst = region(dst_buffers[move.dst_buffer], move.dst_offset, move.dst_extent)
-            dst.copy_(incoming[at : at + move.numel].view(move.dst_extent))
-            at += move.numel
+        arriving = [move for moves in receives for move in moves]
+        _copy_each(
+            [region(dst_buffers[m.dst_buffer], m.dst_offset, m.dst_extent) for m in arriving],
+            _parts(incoming, [move.dst_extent for move in arriving]),
+        )
         self.received_bytes += incoming.numel() * item
+
+
+def _parts(bucket: torch.Tensor, extents: Sequence[Index]) -> list[torch.Tensor]:
+    sizes = [prod(extent) for extent in extents]
+    return [part.view(extent) for part, extent in zip(torch.split(bucket, sizes), extents, strict=True)]
+
+
+def _copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _check_buffers(side: str, buffers: Mapping[str, torch.Tensor], dtypes: Mapping[str, str]) -> None:

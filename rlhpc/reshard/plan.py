@@ -1,22 +1,29 @@
-"""Which boxes travel from where to where: the intersection of two sets of shards. Pure."""
+"""Which boxes travel from where to where: the intersection of two sets of shards. Pure.
+
+Layers and experts repeat, so a plan is made and kept by structure: tensors whose shards have the same boxes on the
+same ranks form a group, and what is worked out for a group holds for each of its tensors. The copies of one rank are
+then listed without looking at those of any other.
+"""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from operator import sub
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from rlhpc.errors import ModelError
-from rlhpc.layout.spec import Shard, ShardSpec
+from rlhpc.layout.spec import Replicas, Shards, ShardSpec
 
 Index = tuple[int, ...]
+Box = tuple[Index, Index]  # start, stop
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CASTS = {("float32", "bfloat16")}  # master weights to a bfloat16 engine; anything else is a mistake
 
@@ -44,75 +51,135 @@ class ShardCopy(NamedTuple):
         return self.src_rank == self.dst_rank
 
 
+class Place(NamedTuple):
+    """A rank, and which entry of a tensor's `Shards.replicas` describes what it holds."""
+
+    rank: int
+    entry: int
+
+
+class Transfer(NamedTuple):
+    """A box of every tensor of a group: who has it to give, in the order of their turns, and who takes it."""
+
+    start: Index
+    stop: Index
+    senders: tuple[Place, ...]
+    receivers: tuple[Place, ...]
+
+    @property
+    def is_local(self) -> bool:
+        """Then it has one sender and one receiver."""
+        return self.senders[0].rank == self.receivers[0].rank
+
+    @property
+    def numel(self) -> int:
+        return prod(map(sub, self.stop, self.start))
+
+
+class GroupTensor(NamedTuple):
+    name: str
+    src: Shards
+    dst: Shards
+    turn: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors with the same boxes on the same ranks. Stacked experts that lie in one buffer on both sides have one
+    turn, so that they come from one sender as one message; every other tensor has a turn of its own."""
+
+    tensors: tuple[GroupTensor, ...]
+    dst_dtype: str
+    transfers: tuple[Transfer, ...]
+
+    def copies(self, rank: int | None = None) -> Iterator[ShardCopy]:
+        """Those that `rank` sends or receives; all where it is None."""
+        for transfer in self.transfers:
+            num_senders, num_receivers = len(transfer.senders), len(transfer.receivers)
+            takes = [i for i, place in enumerate(transfer.receivers) if rank in (None, place.rank)]
+            gives = [i for i, place in enumerate(transfer.senders) if place.rank == rank]
+            if not takes and not gives:
+                continue
+            for tensor in self.tensors:
+                first = tensor.turn * num_receivers
+                given = [j for i in gives for j in range((i - first) % num_senders, num_receivers, num_senders)]
+                for j in takes if transfer.is_local else (*takes, *given):
+                    sender = transfer.senders[(first + j) % num_senders]
+                    yield _copy(tensor, transfer, sender, transfer.receivers[j])
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes by rank, in the destination's dtype, which is what travels."""
+
+    local: dict[int, int]
+    sent: dict[int, int]
+    received: dict[int, int]
+
+
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Copies of all ranks in a fixed order, the same on every rank. Bytes are counted in the destination's
-    dtype, which is what travels."""
+    """The copies of all ranks, the same object on every rank."""
 
-    copies: tuple[ShardCopy, ...]
+    groups: tuple[Group, ...]
     src_dtypes: dict[str, str]  # by tensor
     dst_dtypes: dict[str, str]
+    traffic: Mapping[str, Traffic]  # by dtype
     digest: str
+
+    @cached_property
+    def copies(self) -> tuple[ShardCopy, ...]:
+        """All of them, in a fixed order. Their number grows with the ranks: work with `copies_of` where it can be
+        large."""
+        return tuple(copy for group in self.groups for copy in group.copies())
+
+    def copies_of(self, rank: int) -> Iterator[ShardCopy]:
+        """Those that the rank sends or receives; what two ranks exchange comes in one order on both."""
+        for group in self.groups:
+            yield from group.copies(rank)
 
     def copy_bytes(self, copy: ShardCopy) -> int:
         return prod(copy.shape) * ITEM_BYTES[self.dst_dtypes[copy.tensor]]
 
-    @cached_property
-    def _traffic(self) -> dict[tuple[int, int], int]:
-        """Bytes by (source rank, destination rank)."""
-        traffic: dict[tuple[int, int], int] = defaultdict(int)
-        for copy in self.copies:
-            traffic[copy.src_rank, copy.dst_rank] += self.copy_bytes(copy)
-        return dict(traffic)
-
     def local_bytes(self, rank: int) -> int:
         """Bytes that the rank copies within itself."""
-        return self._traffic.get((rank, rank), 0)
+        return sum(traffic.local.get(rank, 0) for traffic in self.traffic.values())
 
     def received_bytes(self, rank: int) -> int:
         """Bytes that the rank receives from others."""
-        return sum(size for (src, dst), size in self._traffic.items() if dst == rank != src)
+        return sum(traffic.received.get(rank, 0) for traffic in self.traffic.values())
 
     def sent_bytes(self, rank: int) -> int:
         """Bytes that the rank sends to others."""
-        return sum(size for (src, dst), size in self._traffic.items() if src == rank != dst)
+        return sum(traffic.sent.get(rank, 0) for traffic in self.traffic.values())
 
     @property
     def total_bytes(self) -> int:
-        return sum(self._traffic.values())
+        return self.remote_bytes + sum(sum(traffic.local.values()) for traffic in self.traffic.values())
 
     @property
     def remote_bytes(self) -> int:
-        return sum(size for (src, dst), size in self._traffic.items() if src != dst)
-
-
-class _Cover(NamedTuple):
-    """A part of a destination shard, and the source shards (by index) any one of which can provide it."""
-
-    start: Index
-    stop: Index
-    numel: int
-    sources: tuple[int, ...]
+        return sum(sum(traffic.received.values()) for traffic in self.traffic.values())
 
 
 def plan(src_specs: Iterable[ShardSpec], dst_specs: Iterable[ShardSpec]) -> ReshardPlan:
     """Copies that bring every destination shard's content from the source shards.
 
     Invariants (tested on random layouts):
-    - every element of every destination shard is written exactly once; - what the destination's rank holds
-    itself is copied locally, so a rank receives only what it lacks; - among replicas (source shards with the
-    same box on several ranks) the one that has sent the fewest bytes so
-      far sends next, the lowest rank on a tie: where all replicas can serve all copies, the bytes that they
-      send differ by at most one copy;
+    - every element of every destination shard is written exactly once;
+    - what the destination's rank holds itself is copied locally, so a rank receives only what it lacks;
+    - replicas (source shards with the same box on several ranks) take turns: of a box that a group's tensors have in
+      common each sends as often as the others or once more, and those that have sent the fewest bytes so far, the
+      lowest rank on a tie, are the ones that send once more. Where all replicas can serve all copies, the bytes that
+      they send differ by at most what one turn sends to one rank;
     - the result depends only on the two lists, so all ranks compute the same plan and digest.
 
     Source tensors that no destination names are left out. Raises ModelError, naming the tensor, where a
     destination has no source, or shapes differ, or dtypes differ other than by a cast in CASTS.
     """
     sources = {spec.name: spec for spec in src_specs}
-    covers: dict[object, list[list[_Cover]]] = {}  # experts and layers share few distinct geometries
-    sent: dict[int, int] = defaultdict(int)
-    copies: list[ShardCopy] = []
+    geometries = _Geometries()
+    members: dict[tuple[Index, str, int, int], list[tuple[str, Shards, Shards]]] = defaultdict(list)
     src_dtypes: dict[str, str] = {}
     dst_dtypes: dict[str, str] = {}
     for dst in dst_specs:
@@ -121,23 +188,15 @@ def plan(src_specs: Iterable[ShardSpec], dst_specs: Iterable[ShardSpec]) -> Resh
             raise ModelError(f"{dst.name}: the destination needs this tensor and the source has none of it")
         _check_pair(src, dst)
         src_dtypes[dst.name], dst_dtypes[dst.name] = src.dtype, dst.dtype
-        key = (src.shape, _geometry(src.shards), _geometry(dst.shards))
-        if key not in covers:
-            covers[key] = [_cover(dst.name, shard, src.shards) for shard in dst.shards]
-        for shard, parts in zip(dst.shards, covers[key], strict=True):
-            for start, stop, numel, candidates in parts:
-                origin = src.shards[candidates[0]]
-                if origin.rank != shard.rank:
-                    origin = min((src.shards[c] for c in candidates), key=lambda s: (sent[s.rank], s.rank))
-                    sent[origin.rank] += numel * ITEM_BYTES[dst.dtype]
-                copies.append(
-                    ShardCopy(
-                        dst.name, start, stop,
-                        origin.rank, origin.buffer, _within(origin, start),
-                        shard.rank, shard.buffer, _within(shard, start),
-                    )
-                )  # fmt: skip
-    return ReshardPlan(tuple(copies), src_dtypes, dst_dtypes, _digest(copies, src_dtypes, dst_dtypes))
+        held, needed = Shards.of(src.shards), Shards.of(dst.shards)
+        key = (src.shape, dst.dtype, geometries.number(held), geometries.number(needed))
+        members[key].append((dst.name, held, needed))
+    traffic = {dtype: Traffic(Counter(), Counter(), Counter()) for dtype in sorted(set(dst_dtypes.values()))}
+    sent: Counter[int] = Counter()
+    groups = tuple(
+        _group(shape, dtype, tensors, traffic[dtype], sent) for (shape, dtype, _, _), tensors in members.items()
+    )
+    return ReshardPlan(groups, src_dtypes, dst_dtypes, traffic, _digest(groups, src_dtypes, dst_dtypes))
 
 
 def _check_pair(src: ShardSpec, dst: ShardSpec) -> None:
@@ -151,42 +210,109 @@ def _check_pair(src: ShardSpec, dst: ShardSpec) -> None:
         )
 
 
-def _geometry(shards: Sequence[Shard]) -> tuple[tuple[int, Index, Index], ...]:
-    return tuple((shard.rank, shard.start, shard.stop) for shard in shards)
+class _Geometries:
+    """Numbers what shards have in common beside their buffers. Layers share `replicas`, which are read once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[tuple[Index, Index, Index], ...], int] = {}
+        self._read: dict[int, tuple[tuple[Replicas, ...], int]] = {}  # by id, of objects that are kept alive
+
+    def number(self, shards: Shards) -> int:
+        key = id(shards.replicas)
+        if key not in self._read:
+            geometry = tuple(same[:3] for same in shards.replicas)
+            self._read[key] = (shards.replicas, self._numbers.setdefault(geometry, len(self._numbers)))
+        return self._read[key][1]
 
 
-def _cover(tensor: str, dst: Shard, sources: Sequence[Shard]) -> list[_Cover]:
-    """Disjoint parts that make up `dst`'s box: first what its own rank holds, then each distinct source
-    box."""
-    options: list[tuple[Index, Index, tuple[int, ...]]] = []
-    replicas: dict[tuple[Index, Index], list[int]] = defaultdict(list)
-    for i, shard in enumerate(sources):
-        if shard.rank == dst.rank:
-            options.append((shard.start, shard.stop, (i,)))
+def _group(
+    shape: Index, dtype: str, tensors: Sequence[tuple[str, Shards, Shards]], traffic: Traffic, sent: Counter[int]
+) -> Group:
+    """Also adds the group's bytes to `traffic`, and to `sent` over all dtypes."""
+    name, src, dst = tensors[0]
+    members = tuple(
+        GroupTensor(*tensor, turn) for tensor, turn in zip(tensors, _turns(len(shape), tensors), strict=True)
+    )
+    tensors_of_turn = list(Counter(tensor.turn for tensor in members).values())
+    transfers = []
+    for transfer in _transfers(name, src.replicas, dst.replicas):
+        size = transfer.numel * ITEM_BYTES[dtype]
+        if transfer.is_local:
+            traffic.local[transfer.receivers[0].rank] += size * len(members)
         else:
-            replicas[shard.start, shard.stop].append(i)
-    options += ((start, stop, tuple(indices)) for (start, stop), indices in replicas.items())
+            senders = tuple(sorted(transfer.senders, key=lambda place: (sent[place.rank], place.rank)))
+            transfer = transfer._replace(senders=senders)
+            of_copy = np.repeat(tensors_of_turn, len(transfer.receivers))
+            counts = np.bincount(np.arange(len(of_copy)) % len(senders), of_copy, len(senders))
+            for place, count in zip(senders, counts.tolist(), strict=True):
+                sent[place.rank] += size * int(count)
+                traffic.sent[place.rank] += size * int(count)
+            for place in transfer.receivers:
+                traffic.received[place.rank] += size * len(members)
+        transfers.append(transfer)
+    return Group(members, dtype, tuple(transfers))
 
-    parts: list[_Cover] = []
-    missing = [(dst.start, dst.stop)]
-    for start, stop, indices in options:
-        still: list[tuple[Index, Index]] = []
-        for box in missing:
-            low = tuple(map(max, box[0], start))
-            high = tuple(map(min, box[1], stop))
+
+def _turns(num_dims: int, tensors: Sequence[tuple[str, Shards, Shards]]) -> Iterator[int]:
+    turn, stack = -1, None
+    for _, src, dst in tensors:
+        first = [same for side in (src, dst) for same in side.replicas[:1]]
+        stacked = all(len(same.offset) > num_dims for same in first)
+        current = (src.prefix, dst.prefix, *(same.buffer for same in first)) if stacked else None
+        turn += current is None or current != stack
+        stack = current
+        yield turn
+
+
+def _transfers(tensor: str, src: Sequence[Replicas], dst: Sequence[Replicas]) -> Iterator[Transfer]:
+    """What makes up the destination's boxes, senders in the order of the source."""
+    senders: dict[Box, dict[int, int]] = defaultdict(dict)  # index by rank, by box
+    own: dict[int, list[Box]] = defaultdict(list)
+    for i, same in enumerate(src):
+        box = (same.start, same.stop)
+        for rank in same.ranks:
+            if rank not in senders[box]:
+                own[rank].append(box)
+            senders[box].setdefault(rank, i)
+    covers: dict[tuple[Box, ...], list[tuple[Box, Box]]] = {}
+    for j, same in enumerate(dst):
+        box = (same.start, same.stop)
+        receivers: dict[tuple[Box, Box], list[Place]] = defaultdict(list)
+        for rank in same.ranks:
+            held = own.get(rank, ())
+            if (key := (box, *held)) not in covers:
+                covers[key] = _cover(tensor, rank, box, (*held, *senders))
+            for part, source in covers[key]:
+                if source in held:
+                    yield Transfer(*part, (Place(rank, senders[source][rank]),), (Place(rank, j),))
+                else:
+                    receivers[part, source].append(Place(rank, j))
+        for (part, source), places in receivers.items():
+            yield Transfer(*part, tuple(map(Place, *zip(*senders[source].items(), strict=True))), tuple(places))
+
+
+def _cover(tensor: str, rank: int, box: Box, sources: Iterable[Box]) -> list[tuple[Box, Box]]:
+    """Disjoint parts that make up `box`, each with the first of the sources that has it."""
+    parts: list[tuple[Box, Box]] = []
+    missing = [box]
+    for source in sources:
+        still: list[Box] = []
+        for rest in missing:
+            low = tuple(map(max, rest[0], source[0]))
+            high = tuple(map(min, rest[1], source[1]))
             if all(a < b for a, b in zip(low, high, strict=True)):
-                parts.append(_Cover(low, high, prod(map(sub, high, low)), indices))
-                still += _subtract(box, low, high)
+                parts.append(((low, high), source))
+                still += _subtract(rest, low, high)
             else:
-                still.append(box)
+                still.append(rest)
         missing = still
         if not missing:
             return parts
     region = ", ".join(f"{a}:{b}" for a, b in zip(*missing[0], strict=True))
-    raise ModelError(f"{tensor}[{region}]: rank {dst.rank} needs this region and no source rank holds it")
+    raise ModelError(f"{tensor}[{region}]: rank {rank} needs this region and no source rank holds it")
 
 
-def _subtract(box: tuple[Index, Index], low: Index, high: Index) -> Iterator[tuple[Index, Index]]:
+def _subtract(box: Box, low: Index, high: Index) -> Iterator[Box]:
     """Disjoint boxes that make up `box` without [low, high), which lies inside it."""
     start, stop = box
     for d in range(len(start)):
@@ -198,19 +324,35 @@ def _subtract(box: tuple[Index, Index], low: Index, high: Index) -> Iterator[tup
         stop = (*stop[:d], high[d], *stop[d + 1 :])
 
 
-def _within(shard: Shard, start: Index) -> Index:
+def _copy(tensor: GroupTensor, transfer: Transfer, sender: Place, receiver: Place) -> ShardCopy:
+    src, dst = tensor.src.replicas[sender.entry], tensor.dst.replicas[receiver.entry]
+    start, stop = transfer.start, transfer.stop
+    return ShardCopy(
+        tensor.name, start, stop,
+        sender.rank, tensor.src.prefix + src.buffer, _within(src, start),
+        receiver.rank, tensor.dst.prefix + dst.buffer, _within(dst, start),
+    )  # fmt: skip
+
+
+def _within(same: Replicas, start: Index) -> Index:
     """Where the box that begins at canonical index `start` begins in the shard's buffer."""
-    if start == shard.start:
-        return shard.offset
-    lead = len(shard.offset) - len(start)
-    moved = (o + a - b for o, a, b in zip(shard.offset[lead:], start, shard.start, strict=True))
-    return (*shard.offset[:lead], *moved)
+    if start == same.start:
+        return same.offset
+    lead = len(same.offset) - len(start)
+    moved = (o + a - b for o, a, b in zip(same.offset[lead:], start, same.start, strict=True))
+    return (*same.offset[:lead], *moved)
 
 
-def _digest(copies: Sequence[ShardCopy], *dtypes: dict[str, str]) -> str:
-    digest = xxhash.xxh3_128()
-    for table in dtypes:
-        digest.update(json.dumps(table).encode())
-    for first in range(0, len(copies), 4096):  # in chunks: the text of all copies is many times their size
-        digest.update(json.dumps(copies[first : first + 4096]).encode())
+def _digest(groups: Sequence[Group], *dtypes: dict[str, str]) -> str:
+    digest = xxhash.xxh3_128(json.dumps(dtypes).encode())
+    told: dict[int, int] = {}  # replicas, which layers share, by id: their number
+    for group in groups:
+        digest.update(json.dumps(group.transfers).encode())
+        for tensor in group.tensors:
+            for shards in (tensor.src, tensor.dst):
+                if id(shards.replicas) not in told:
+                    told[id(shards.replicas)] = len(told)
+                    digest.update(json.dumps(shards.replicas).encode())
+                digest.update(json.dumps((shards.prefix, told[id(shards.replicas)])).encode())
+            digest.update(f"{tensor.name} {tensor.turn}".encode())
     return digest.hexdigest()

@@ -41,8 +41,13 @@ def verify(
     naming tensor, rank and region of the first differences.
     """
     peers = range(dist.get_world_size(group) if dist.is_initialized() else 1)
-    outgoing = {r: [c for c in plan.copies if c.src_rank == rank and c.dst_rank == r] for r in peers}
-    incoming = {r: [c for c in plan.copies if c.dst_rank == rank and c.src_rank == r] for r in peers}
+    outgoing: dict[int, list[ShardCopy]] = {r: [] for r in peers}
+    incoming: dict[int, list[ShardCopy]] = {r: [] for r in peers}
+    for copy in plan.copies_of(rank):
+        if copy.src_rank == rank:
+            outgoing[copy.dst_rank].append(copy)
+        if copy.dst_rank == rank:
+            incoming[copy.src_rank].append(copy)
     device = next(iter((*src_buffers.values(), *dst_buffers.values()))).device
     with torch.no_grad():
         sent = _fingerprints(plan, src_buffers, outgoing, device, source=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.errors import EngineError, ModelError
+from rlhpc.errors import ConfigError, EngineError, ModelError
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import Shard, ShardSpec
 from rlhpc.reshard.execute import Resharder, merge, rounds
@@ -25,7 +25,7 @@ def publish_plan(layout: ParallelLayout, tp: int, dtype: str = "float32") -> Res
     return plan(family.trainer_specs(CONFIG, layout, "float32"), rollout)
 
 
-@pytest.mark.parametrize("bucket_bytes", [4, 6, 100, 4096, 10**6])
+@pytest.mark.parametrize("bucket_bytes", [14, 16, 100, 4096, 10**6])
 def test_no_round_exceeds_the_bucket(bucket_bytes: int) -> None:
     copies = publish_plan(ParallelLayout(tp=2, pp=2, cp=1, ep=2, etp=1, world_size=4), 4, "bfloat16")
     by_rank = [rounds(copies, rank, bucket_bytes) for rank in range(4)]
@@ -45,10 +45,10 @@ def test_no_round_exceeds_the_bucket(bucket_bytes: int) -> None:
     assert received == [copies.received_bytes(rank) for rank in range(4)]
 
 
-def test_a_bucket_must_hold_an_element() -> None:
-    copies = publish_plan(ParallelLayout(1, 1, 1, 2, 1, 2), 2)
-    with pytest.raises(ValueError, match="bucket_bytes=3 doesn't hold one float32 element"):
-        rounds(copies, 0, 3)
+def test_a_bucket_must_hold_an_element_for_each_peer() -> None:
+    copies = publish_plan(ParallelLayout(1, 1, 1, 4, 1, 4), 4)
+    with pytest.raises(ConfigError, match="bucket_bytes=24 must be more than 24: one float32 .* each of 3 ranks"):
+        rounds(copies, 0, 24)
 
 
 def test_consecutive_experts_travel_as_one() -> None:
