@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhpc.reshard.families import ModelFacts
 
 MAKE_TINY = "python scripts/make_tiny_model.py"
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32, attention/backends/cpu_attn.py
 GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")  # the group is the baseline
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -155,6 +156,9 @@ def _model(case: _Case) -> Iterator[str]:
     yield from _must_divide(f"{_MEGATRON}.pipeline_model_parallel_size", pp, "num_hidden_layers", facts.num_layers)
     padded_vocab = -(-facts.vocab_size // 64) * 64  # vLLM's padding
     yield from _must_divide(_ROLLOUT_TP, rollout_tp, "the padded vocabulary", padded_vocab)
+    if case.cfg.trainer.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
+        supported = ", ".join(map(str, CPU_HEAD_DIMS))
+        yield f"{_ROLLOUT}: vLLM's CPU build has no attention for head_dim={facts.head_dim}, only for {supported}"
     yield from (_experts if facts.num_experts else _dense_mlp)(case)
 
 

@@ -204,6 +204,14 @@ def test_kv_heads():
     assert violations_of({TP: 12, RTP: 1, f"{ROLLOUT}.n": 2}, 12, model) == []
 
 
+def test_head_dims_of_vllm_on_a_cpu():
+    on = {name: {"trainer.device": name} for name in ("cpu", "cuda")}
+    assert violations_of(on["cpu"], 4, MODEL | {"head_dim": 80}) == []
+    [line] = violations_of(on["cpu"], 4, MODEL | {"head_dim": 16})
+    assert "no attention for head_dim=16, only for 32, 64, 80" in line
+    assert violations_of(on["cuda"], 4, MODEL | {"head_dim": 16}) == []
+
+
 def test_expert_width_and_vocabulary():
     model = MODEL | {"num_attention_heads": 12, "num_key_value_heads": 6, "vocab_size": 100}  # padded to 128
     lines = violations_of({ETP: 3, RTP: 3}, 3, model)
