@@ -1,0 +1,88 @@
+"""What each rank does in test_families.py: one start of Megatron and vLLM for every family in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from rlhpc.data.packing import TokenSequence, pack, split_by_sequence
+from rlhpc.reshard.execute import Resharder
+from rlhpc.reshard.plan import plan
+from rlhpc.reshard.verify import verify
+from tests.distributed.megatron_ranks import VOCAB, forget_groups, make_trainer, one_step, train
+from tests.distributed.vllm_ranks import engine, spec
+
+PROMPT_LENGTHS = (1, 7, 40, 90)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model directory, how the two ranks train it, and how many of them hold one rollout replica."""
+
+    model_dir: Path
+    sizes: Mapping[str, int]
+    rollout_tp: int
+
+
+def all_cases(cases: Mapping[str, Case], out_dir: Path) -> dict[str, dict[str, Any]]:
+    return {name: _case(name, case, out_dir) for name, case in cases.items()}
+
+
+def _case(name: str, case: Case, out_dir: Path) -> dict[str, Any]:
+    """One optimizer step from the file's weights. Then from them again: export, publish, sample; two steps of
+    training; export, publish, sample."""
+    outcome: dict[str, Any] = {"step": one_step(case.model_dir, case.sizes, max_tokens=40)}
+    forget_groups()
+    trainer = make_trainer(case.model_dir, case.sizes)
+    with engine(str(case.model_dir), case.rollout_tp, f"rlhpc{name}") as running:
+        copies = plan(trainer.source_specs(), running.sink_specs())
+        resharder = Resharder(copies, dist.get_rank(), None, 1 << 20)
+        for version, stage in enumerate(("loaded", "trained")):
+            if stage == "trained":
+                list(train(trainer, range(2)))
+            trainer.save_hf(out_dir / name / stage)
+            source, sink = trainer.source_buffers(), running.begin_publish()
+            resharder.run(source, sink)
+            verify(copies, source, sink, dist.get_rank())
+            running.end_publish(version)
+            outcome[stage] = _sampled(trainer, running)
+    forget_groups()
+    return outcome
+
+
+def _sampled(trainer: Any, running: Any) -> list[dict[str, Any]]:
+    """Completions of this rank's replica with the engine's logprobs and the trainer's."""
+    rng = np.random.default_rng(0)
+    prompts = [(i, rng.integers(5, VOCAB, length).tolist()) for i, length in enumerate(PROMPT_LENGTHS)]
+    answers, _ = running.generate(prompts, spec(n=2), seed=3)
+    sequences = [
+        TokenSequence(i, np.array([*prompts[a.prompt_id][1], *a.token_ids], np.int32), len(prompts[a.prompt_id][1]), {})
+        for i, a in enumerate(answers)
+    ]
+    trained = _trainer_logprobs(trainer, sequences)
+    return [
+        {
+            "tokens": sequence.token_ids,
+            "prompt_len": sequence.prompt_len,
+            "engine": answer.logprobs,
+            "trainer": trained[sequence.sequence_id],
+        }
+        for sequence, answer in zip(sequences, answers, strict=True)
+    ]
+
+
+def _trainer_logprobs(trainer: Any, sequences: Sequence[TokenSequence]) -> dict[int, np.ndarray]:
+    """Of all sequences on all ranks: every rank's replica sampled the same, prompts and seed being the same."""
+    batches = pack(sequences, dp_size=trainer.data_parallel_size, max_tokens=400)[trainer.data_parallel_rank]
+    values = trainer.logprobs(batches, temperature=1.0, model="policy")
+    mine: dict[int, np.ndarray] = {}
+    for batch, value in zip(batches, values, strict=True):
+        mine |= {i: row.numpy() for i, row in split_by_sequence(value, batch).items()}
+    parts: list[dict[int, np.ndarray]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return {i: row for part in parts for i, row in part.items()}

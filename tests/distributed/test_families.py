@@ -1,0 +1,96 @@
+"""Every family through everything: trainer = Transformers = vLLM, publishing between them, files in and out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.family_ranks import Case
+from tests.distributed.megatron_reference import canonical_gradients, transformers_step, whole_step
+from tests.distributed.ranks import run_ranks
+from tests.tiny_family import write_tiny_family
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# model_type, config, trainer, rollout tp
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, int], int]] = {
+    "llama": ("llama", {"tie_word_embeddings": True, "rope_scaling": LLAMA3}, {"pp": 2}, 2),
+    "qwen2": ("qwen2", {"num_key_value_heads": 1}, {"tp": 2}, 2),  # a KV head on both ranks, cut in the trainer
+    "qwen3": ("qwen3", {"tie_word_embeddings": True, "head_dim": 64}, {"tp": 2}, 1),
+    "mixtral": ("mixtral", {"tie_word_embeddings": True}, {"ep": 2}, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture(scope="module")
+def ranks(root: Path) -> list[dict[str, dict[str, Any]]]:
+    cases = {
+        name: Case(write_tiny_family(root / "models" / name, model_type, **config), sizes, rollout_tp)
+        for name, (model_type, config, sizes, rollout_tp) in CASES.items()
+    }
+    return run_ranks("tests.distributed.family_ranks:all_cases", 2, timeout_s=500, cases=cases, out_dir=root)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_training_step_equals_transformers(name: str, root: Path, ranks: list[dict[str, Any]]) -> None:
+    """Logprobs and every element of every gradient: biases, tied embeddings and padded vocabularies too."""
+    expected = transformers_step(root / "models" / name)
+    parts = [rank[name]["step"] for rank in ranks]
+    found = whole_step(parts)
+    for index, logprobs in expected["logprobs"].items():
+        np.testing.assert_allclose(found["logprobs"][index], logprobs, atol=1e-5, rtol=0)
+    assert found["loss"] == pytest.approx(expected["sums"]["loss"], rel=2e-5)
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+    gradients = canonical_gradients(parts)
+    assert gradients.keys() == expected["gradients"].keys()
+    for tensor, gradient in gradients.items():
+        scale = np.abs(expected["gradients"][tensor]).max()
+        np.testing.assert_allclose(
+            gradient, expected["gradients"][tensor], atol=2e-5 * scale, rtol=1e-4, err_msg=f"{name}: {tensor}"
+        )
+
+
+@pytest.mark.parametrize("stage", ["loaded", "trained"])
+@pytest.mark.parametrize("name", CASES)
+def test_engine_and_trainer_and_transformers_agree(
+    name: str, stage: str, root: Path, ranks: list[dict[str, Any]]
+) -> None:
+    """On what vLLM sampled with published weights, Transformers reading the trainer's exported file."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(root / name / stage, dtype=torch.float32)
+    for rank in ranks:
+        assert len(rank[name][stage]) == 8
+        for sample in rank[name][stage]:
+            tokens = torch.from_numpy(sample["tokens"].astype(np.int64))
+            with torch.no_grad():
+                table = model(tokens[None]).logits[0].log_softmax(-1)
+            expected = table[:-1].gather(1, tokens[1:, None])[sample["prompt_len"] - 1 :, 0].numpy()
+            np.testing.assert_allclose(sample["trainer"], expected, atol=2e-5)
+            np.testing.assert_allclose(sample["engine"], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_come_back_bit_by_bit(name: str, root: Path, ranks: list[dict[str, Any]]) -> None:
+    source, loaded, trained = (
+        {key: tensor for file in sorted(path.glob("*.safetensors")) for key, tensor in load_file(file).items()}
+        for path in (root / "models" / name, root / name / "loaded", root / name / "trained")
+    )
+    assert source.keys() == loaded.keys() == trained.keys()
+    for key, tensor in source.items():
+        assert torch.equal(tensor, loaded[key]), key
+        assert not torch.equal(tensor, trained[key]), key
