@@ -157,6 +157,8 @@ def test_tokens_depend_on_seed_and_prompt_alone(rolled: list[dict[str, Any]]) ->
     assert rolled[0]["other_seed"] != digest
     for batched, alone in zip(answers[:3], rolled[0]["alone"], strict=True):
         assert batched.token_ids.tolist() == alone.token_ids.tolist()
+    for crowded, alone in zip(rolled[0]["crowded"], rolled[0]["alone"], strict=True):
+        assert crowded.token_ids.tolist() == alone.token_ids.tolist()
     of_one_prompt = {tuple(answer.token_ids.tolist()) for answer in answers[:3]}
     assert len(of_one_prompt) == 3
 

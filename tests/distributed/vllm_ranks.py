@@ -170,6 +170,10 @@ def rollout(model_dir: str, prompts: Prompts, specs: dict[str, SamplingSpec]) ->
         result["other_seed"] = running.generate(prompts, specs["plain"], seed=12)[1]
         one = prompts[:1]
         result["alone"] = running.generate(one, specs["plain"], seed=11)[0]
+        crowd = [(1000 + i, prompts[-1][1][i:] + prompts[-1][1][:i]) for i in range(70)]  # over 8,192 tokens of prompts
+        result["crowded"] = running.generate([*crowd, *one], specs["plain"], seed=11)[0][
+            len(crowd) * specs["plain"].n :
+        ]
         result["many"] = running.generate(one, spec(n=4000, max_response_length=1), seed=5)[0]
         result["errors"] = {
             "ranks apart": error_of(lambda: running.generate(prompts, specs["plain"], seed=rank)),

@@ -65,6 +65,9 @@ def engine_arguments(cfg: RunConfig, model_dir: Path, device: str) -> dict[str, 
     return arguments | {
         "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gib * 2**30),
         "enforce_eager": True,
+        # A prompt that continues in the next engine step rewinds its seeded generator, which torch has for CUDA only.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(arguments["max_num_batched_tokens"], arguments["max_model_len"]),
     }
 
 
