@@ -6,6 +6,8 @@ torch operation gets slower, and on a CUDA machine `install` does only the last 
 * `torch`: a copy of the torch namespace whose `cuda` answers for the CPU and whose factories take device="cuda" for
   "cpu" (clip_grads.py, optimizer.py, schedules.py, mappings.py and others name the device literally);
 * the two functions of tensor_parallel/random.py that reach for CUDA generators, on the CPU generator;
+* the gather and reduce-scatter of unequal parts, by which expert tensor parallelism exchanges its tokens, as the
+  all-to-all that gloo has: its own all_gather and reduce_scatter take equal parts only;
 * `maybe_move_tensor_to_cpu`, which the token dispatcher relies on for numpy split sizes, for tensors already there;
 * `te_general_gemm`, undefined in moe_utils.py of 0.16.1 without Transformer Engine although read by the router.
 """
@@ -21,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 
 class _Stream:
@@ -84,7 +87,7 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 
 def install() -> None:
     """Prepares the Megatron modules imported so far. Call after importing them; calling again is harmless."""
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     moe_utils.__dict__.setdefault("te_general_gemm", None)
@@ -96,8 +99,48 @@ def install() -> None:
             module.torch = namespace
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    mappings._gather_along_first_dim = _gather_parts(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_parts(mappings._reduce_scatter_along_first_dim)
     for user in (moe_utils, token_dispatcher):
         user.maybe_move_tensor_to_cpu = _maybe_numpy
+
+
+Collective = Callable[..., torch.Tensor]
+
+
+def _gather_parts(equal: Collective) -> Collective:
+    equal = getattr(equal, "__wrapped__", equal)  # installed before
+
+    @functools.wraps(equal)
+    def gather(
+        part: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *rest: Any
+    ) -> torch.Tensor:
+        """Concatenates every rank's part, the i-th of `sizes[i]` rows."""
+        if sizes is None or group.size() == 1:
+            return equal(part, group, sizes, *rest)
+        whole = part.new_empty(sum(sizes), *part.shape[1:])
+        dist.all_to_all_single(whole, torch.cat([part] * group.size()), sizes, [len(part)] * group.size(), group)
+        return whole
+
+    return gather
+
+
+def _reduce_scatter_parts(equal: Collective) -> Collective:
+    equal = getattr(equal, "__wrapped__", equal)
+
+    @functools.wraps(equal)
+    def reduce_scatter(
+        whole: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *rest: Any
+    ) -> torch.Tensor:
+        """This rank's part, `sizes[rank]` rows, of the sum over ranks."""
+        if sizes is None or group.size() == 1:
+            return equal(whole, group, sizes, *rest)
+        terms = whole.new_empty(group.size(), sizes[group.rank()], *whole.shape[1:])
+        received = [terms.shape[1]] * group.size()
+        dist.all_to_all_single(terms.flatten(0, 1), whole.contiguous(), received, sizes, group)
+        return terms.sum(0)
+
+    return reduce_scatter
 
 
 def _maybe_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -28,7 +28,7 @@ from rlhpc.backends.megatron.offload import HostCopy
 from rlhpc.backends.megatron.optimizer import Optimizer
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.types import PackedBatch
-from rlhpc.errors import CheckpointError, ConfigError, TrainingError
+from rlhpc.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
@@ -67,8 +67,8 @@ class MegatronTrainer:
 
         policy = self._build_model()
         if cfg.actor_rollout_ref.actor.megatron.freeze_moe_router:
-            for layer in policy.decoder.layers:
-                layer.mlp.router.weight.requires_grad_(False)
+            for name, parameter in policy.named_parameters():
+                parameter.requires_grad_(not name.endswith("mlp.router.weight"))
         self._policy = DistributedDataParallel(
             policy.config,
             DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
@@ -89,8 +89,22 @@ class MegatronTrainer:
         for parameter in model.parameters():
             parameter.data.zero_()  # padded vocabulary rows belong to no tensor of the file
         model.to(self._device)
-        load_hf(self._model_dir, self._specs, dist.get_rank(), _buffers(model))
+        self._load(model)
         return model
+
+    def _load(self, model: PolicyModel) -> None:
+        """Raises ModelError on all ranks if one can't read its part: the others would wait for it in the next
+        collective."""
+        failure = None
+        try:
+            load_hf(self._model_dir, self._specs, dist.get_rank(), _buffers(model))
+        except ModelError as error:
+            failure = str(error)
+        failures: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+        if told := [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]:
+            more = f"; and {len(told) - 1} more ranks" if len(told) > 1 else ""
+            raise ModelError(told[0] + more)
 
     # --- layout and weights
 
@@ -301,11 +315,6 @@ def _layout(cfg: RunConfig, world_size: int) -> ParallelLayout:
             raise ConfigError(
                 f"actor_rollout_ref.actor.megatron.{name}={getattr(megatron, name)} is not supported; set {allowed}"
             )
-    if megatron.expert_tensor_parallel_size > 1 and not torch.cuda.is_available():
-        raise ConfigError(  # gloo can't gather the unequal parts that ranks route to an expert
-            f"actor_rollout_ref.actor.megatron.expert_tensor_parallel_size={megatron.expert_tensor_parallel_size} "
-            "needs CUDA; set 1 on CPU ranks and shard experts by expert_model_parallel_size"
-        )
     return ParallelLayout(
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
