@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import add, sub
@@ -200,11 +200,7 @@ class Resharder:
         _check_buffers("destination", dst_buffers, self._dst_dtypes)
         self.received_bytes = 0
         with torch.no_grad():
-            sources = (region(src_buffers[m.src_buffer], m.src_offset, m.src_extent) for m in self._local)
-            _copy_each(
-                [region(dst_buffers[m.dst_buffer], m.dst_offset, m.dst_extent) for m in self._local],
-                [src.reshape(m.dst_extent) for src, m in zip(sources, self._local, strict=True)],
-            )
+            _copy_moves(self._local, src_buffers, dst_buffers)
             if self._rounds:
                 device = next(iter((*src_buffers.values(), *dst_buffers.values()))).device
                 for exchange in self._rounds:
@@ -252,6 +248,37 @@ def _parts(bucket: torch.Tensor, extents: Sequence[Index]) -> list[torch.Tensor]
 def _copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def collect(
+    plan: ReshardPlan,
+    rank: int,
+    source: Callable[[int], Mapping[str, torch.Tensor]],
+    dst_buffers: Mapping[str, torch.Tensor],
+) -> None:
+    """Fills the rank's buffers from sources that this process can read itself, such as the files that every rank of
+    another run left. `source` gives the buffers of one of the plan's source ranks; it is asked once for each that is
+    needed, in order. Not collective."""
+    incoming: dict[int, list[ShardCopy]] = defaultdict(list)
+    for copy in plan.copies_of(rank):
+        if copy.dst_rank == rank:
+            incoming[copy.src_rank].append(copy)
+    for src_rank, copies in sorted(incoming.items()):
+        buffers = source(src_rank)
+        _check_buffers("source", buffers, {c.src_buffer: plan.src_dtypes[c.tensor] for c in copies})
+        _check_buffers("destination", dst_buffers, {c.dst_buffer: plan.dst_dtypes[c.tensor] for c in copies})
+        with torch.no_grad():
+            _copy_moves(merge(copies), buffers, dst_buffers)
+
+
+def _copy_moves(
+    moves: Sequence[Move], src_buffers: Mapping[str, torch.Tensor], dst_buffers: Mapping[str, torch.Tensor]
+) -> None:
+    sources = (region(src_buffers[m.src_buffer], m.src_offset, m.src_extent) for m in moves)
+    _copy_each(
+        [region(dst_buffers[m.dst_buffer], m.dst_offset, m.dst_extent) for m in moves],
+        [source.reshape(m.dst_extent) for source, m in zip(sources, moves, strict=True)],
+    )
 
 
 def _check_buffers(side: str, buffers: Mapping[str, torch.Tensor], dtypes: Mapping[str, str]) -> None:

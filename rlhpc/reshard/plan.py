@@ -242,11 +242,13 @@ def _group(
         else:
             senders = tuple(sorted(transfer.senders, key=lambda place: (sent[place.rank], place.rank)))
             transfer = transfer._replace(senders=senders)
-            of_copy = np.repeat(tensors_of_turn, len(transfer.receivers))
-            counts = np.bincount(np.arange(len(of_copy)) % len(senders), of_copy, len(senders))
-            for place, count in zip(senders, counts.tolist(), strict=True):
-                sent[place.rank] += size * int(count)
-                traffic.sent[place.rank] += size * int(count)
+            counts = [len(members) * len(transfer.receivers)]
+            if len(senders) > 1:
+                of_copy = np.repeat(tensors_of_turn, len(transfer.receivers))
+                counts = np.bincount(np.arange(len(of_copy)) % len(senders), of_copy, len(senders)).astype(int).tolist()
+            for place, count in zip(senders, counts, strict=True):
+                sent[place.rank] += size * count
+                traffic.sent[place.rank] += size * count
             for place in transfer.receivers:
                 traffic.received[place.rank] += size * len(members)
         transfers.append(transfer)
@@ -275,9 +277,9 @@ def _transfers(tensor: str, src: Sequence[Replicas], dst: Sequence[Replicas]) ->
                 own[rank].append(box)
             senders[box].setdefault(rank, i)
     covers: dict[tuple[Box, ...], list[tuple[Box, Box]]] = {}
+    receivers: dict[tuple[Box, Box], list[Place]] = defaultdict(list)
     for j, same in enumerate(dst):
         box = (same.start, same.stop)
-        receivers: dict[tuple[Box, Box], list[Place]] = defaultdict(list)
         for rank in same.ranks:
             held = own.get(rank, ())
             if (key := (box, *held)) not in covers:
@@ -287,8 +289,8 @@ def _transfers(tensor: str, src: Sequence[Replicas], dst: Sequence[Replicas]) ->
                     yield Transfer(*part, (Place(rank, senders[source][rank]),), (Place(rank, j),))
                 else:
                     receivers[part, source].append(Place(rank, j))
-        for (part, source), places in receivers.items():
-            yield Transfer(*part, tuple(map(Place, *zip(*senders[source].items(), strict=True))), tuple(places))
+    for (part, source), places in receivers.items():
+        yield Transfer(*part, tuple(Place(*item) for item in senders[source].items()), tuple(places))
 
 
 def _cover(tensor: str, rank: int, box: Box, sources: Iterable[Box]) -> list[tuple[Box, Box]]:
@@ -346,13 +348,14 @@ def _within(same: Replicas, start: Index) -> Index:
 def _digest(groups: Sequence[Group], *dtypes: dict[str, str]) -> str:
     digest = xxhash.xxh3_128(json.dumps(dtypes).encode())
     told: dict[int, int] = {}  # replicas, which layers share, by id: their number
+
+    def tell(shards: Shards) -> tuple[str, int]:
+        if id(shards.replicas) not in told:
+            told[id(shards.replicas)] = len(told)
+            digest.update(json.dumps(shards.replicas).encode())
+        return shards.prefix, told[id(shards.replicas)]
+
     for group in groups:
-        digest.update(json.dumps(group.transfers).encode())
-        for tensor in group.tensors:
-            for shards in (tensor.src, tensor.dst):
-                if id(shards.replicas) not in told:
-                    told[id(shards.replicas)] = len(told)
-                    digest.update(json.dumps(shards.replicas).encode())
-                digest.update(json.dumps((shards.prefix, told[id(shards.replicas)])).encode())
-            digest.update(f"{tensor.name} {tensor.turn}".encode())
+        members = [(tensor.name, tensor.turn, *tell(tensor.src), *tell(tensor.dst)) for tensor in group.tensors]
+        digest.update(json.dumps((group.transfers, members)).encode())
     return digest.hexdigest()
