@@ -56,6 +56,13 @@ def fill(sink: Any, weights: Mapping[str, torch.Tensor], rank: int) -> Mapping[s
     return buffers
 
 
+def every_split(
+    model_dir: str, splits: Mapping[int, str], prompts: Any, specs: Mapping[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """`both_sinks` on one engine after the other, for each tensor-parallel size and the sink that it starts with."""
+    return {tp: both_sinks(model_dir, tp, prompts, specs, sink) for tp, sink in splits.items()}
+
+
 def both_sinks(model_dir: str, tp: int, prompts: Any, specs: Mapping[str, Any], configured: str) -> dict[str, Any]:
     """One engine, started with the sink `configured`, gets the weights of `model_dir` through either sink."""
     from rlhpc.backends.vllm.sinks import DirectSink, ReferenceSink, whole_tensors
@@ -90,10 +97,12 @@ def both_sinks(model_dir: str, tp: int, prompts: Any, specs: Mapping[str, Any], 
             fill(sink, weights, rank)
             running._sink = sink
             running.end_publish(1)
-            result[f"{name} negated"] = running.generate(prompts, specs["greedy"], seed=5)[1]
+            result[f"{name} negated"] = running.generate(prompts, specs["short"], seed=5)[1]
             for weight in weights.values():
                 weight.neg_()
             fill(sink, weights, rank)
             running.end_publish(2)
-            result[name] = {key: running.generate(prompts, spec, seed=5)[0] for key, spec in specs.items()}
+            result[name] = {
+                key: running.generate(prompts, spec, seed=5)[0] for key, spec in specs.items() if key != "short"
+            }
         return result

@@ -18,12 +18,12 @@ from tests.tiny_model import write_tiny_model
 pytestmark = pytest.mark.distributed
 # vLLM pads 90 tokens to 128: 38 rows of padding at TP=1; at TP=4 rank 2 has 6 and rank 3 nothing else.
 VOCAB, PADDED = 90, 128
-TENSOR_PARALLEL = {
-    1: "direct",
-    2: "reference",
-    4: "direct",
-}  # 4 replicas, 2 replicas, 1; the sink the engine starts with
-SPECS = {"greedy": vllm_ranks.spec(temperature=0.0), "sampled": vllm_ranks.spec(n=2)}
+SPLITS = {1: "direct", 2: "reference", 4: "direct"}  # 4, 2 and 1 replicas; the sink that each engine starts with
+SPECS = {
+    "greedy": vllm_ranks.spec(temperature=0.0, max_response_length=12),
+    "sampled": vllm_ranks.spec(n=2, max_response_length=8),
+    "short": vllm_ranks.spec(max_response_length=3),
+}
 
 
 def prompts() -> list[tuple[int, list[int]]]:
@@ -53,16 +53,15 @@ def reference(model_dir: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def published(model_dir: Path) -> dict[int, list[dict[str, Any]]]:
-    return {
-        tp: run_ranks(
-            "tests.distributed.sink_ranks:both_sinks",
-            4, model_dir=str(model_dir), tp=tp, prompts=prompts(), specs=SPECS, configured=sink,
-        )
-        for tp, sink in TENSOR_PARALLEL.items()
-    }  # fmt: skip
+    """What the four ranks report, by tensor-parallel size."""
+    ranks = run_ranks(
+        "tests.distributed.sink_ranks:every_split",
+        4, timeout_s=600, model_dir=str(model_dir), splits=SPLITS, prompts=prompts(), specs=SPECS,
+    )  # fmt: skip
+    return {tp: [rank[tp] for rank in ranks] for tp in SPLITS}
 
 
-@pytest.mark.parametrize("tp", TENSOR_PARALLEL)
+@pytest.mark.parametrize("tp", SPLITS)
 def test_parameters_are_equal_byte_for_byte(tp: int, published: dict[int, Any], model_dir: Path) -> None:
     embedding = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"]
     table = np.concatenate([embedding, np.zeros((PADDED - VOCAB, embedding.shape[1]), embedding.dtype)])
@@ -72,16 +71,16 @@ def test_parameters_are_equal_byte_for_byte(tp: int, published: dict[int, Any], 
         np.testing.assert_array_equal(result["vocabulary"], np.split(table, tp)[rank % tp])  # padding is zero
 
 
-@pytest.mark.parametrize("tp", TENSOR_PARALLEL)
+@pytest.mark.parametrize("tp", SPLITS)
 def test_what_is_sampled_is_equal_and_is_transformers(tp: int, published: dict[int, Any], reference: Any) -> None:
     asked = dict(prompts())
     for result in published[tp]:
-        for name, spec in SPECS.items():
+        for name in ("greedy", "sampled"):
             direct, through_loader = result["direct"][name], result["reference"][name]
             for a, b in zip(direct, through_loader, strict=True):
                 np.testing.assert_array_equal(a.token_ids, b.token_ids)
                 np.testing.assert_array_equal(a.logprobs, b.logprobs)
-                wanted = expected(reference, asked[a.prompt_id], a.token_ids, spec)
+                wanted = expected(reference, asked[a.prompt_id], a.token_ids, SPECS[name])
                 np.testing.assert_allclose(a.logprobs, wanted, atol=1e-4)
 
 
@@ -95,7 +94,7 @@ def test_every_split_gives_the_same_greedy_tokens(published: dict[int, Any]) -> 
 
 def test_the_configured_sink_is_used_and_frees_its_buffers(published: dict[int, Any]) -> None:
     names = {"direct": "DirectSink", "reference": "ReferenceSink"}
-    for tp, sink in TENSOR_PARALLEL.items():
+    for tp, sink in SPLITS.items():
         for result in published[tp]:
             assert result["started with"] == names[sink]
             assert result["still held"] == 0
