@@ -57,21 +57,24 @@ def reward_of_source(data_source: str) -> str:
 
 
 @register("gsm8k")
-def gsm8k(completion: str, ground_truth: str, *, method: str = "strict") -> float:
+def gsm8k(completion: str, ground_truth: str, *, method: str = "strict", format_score: float = 0.0) -> float:
     """1.0 when the answer equals the ground truth, which is a number without thousands separators.
 
     Looks at the last 300 characters. "strict": the last "#### <number>", compared as text without commas
     (verl 0.9, utils/reward_score/gsm8k.py). "flexible": the last number wherever it stands; unlike verl's,
-    punctuation at its end and commas in it don't count.
+    punctuation at its end and commas in it don't count. A wrong answer scores `format_score`, none at all 0.0.
     """
     tail = completion[-_GSM8K_TAIL_CHARS:]
     if method == "strict":
-        numbers = re.findall(r"#### (-?[0-9.,]+)", tail)
-        return float(bool(numbers) and numbers[-1].replace(",", "") == ground_truth)
-    if method == "flexible":
+        answers = [number.replace(",", "") for number in re.findall(r"#### (-?[0-9.,]+)", tail)]
+    elif method == "flexible":
         numbers = re.findall(r"-?[0-9][0-9.,]*|-?\.[0-9]+", tail)
-        return float(bool(numbers) and numbers[-1].rstrip(".,").replace(",", "") == ground_truth)
-    raise ConfigError(f"reward.kwargs.method={method!r} of gsm8k must be strict or flexible")
+        answers = [number.rstrip(".,").replace(",", "") for number in numbers]
+    else:
+        raise ConfigError(f"reward.kwargs.method={method!r} of gsm8k must be strict or flexible")
+    if not answers:
+        return 0.0
+    return 1.0 if answers[-1] == ground_truth else format_score
 
 
 @register("arithmetic")

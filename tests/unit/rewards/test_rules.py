@@ -35,6 +35,15 @@ def test_gsm8k(completion, truth, strict, flexible):
     assert REWARDS["gsm8k"](completion, truth, method="flexible") == flexible
 
 
+@pytest.mark.parametrize(
+    ("completion", "strict", "flexible"),
+    [("so #### 7", 1.0, 1.0), ("so #### 8", 0.1, 0.1), ("so 8", 0.0, 0.1), ("so 7", 0.0, 1.0), ("no idea", 0.0, 0.0)],
+)
+def test_gsm8k_credits_the_form_of_a_wrong_answer(completion, strict, flexible):
+    assert REWARDS["gsm8k"](completion, "7", format_score=0.1) == strict
+    assert REWARDS["gsm8k"](completion, "7", method="flexible", format_score=0.1) == flexible
+
+
 def test_gsm8k_refuses_an_unknown_method():
     with pytest.raises(ConfigError, match="method='loose'.*strict or flexible"):
         REWARDS["gsm8k"]("#### 7", "7", method="loose")
