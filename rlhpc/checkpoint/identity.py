@@ -42,14 +42,17 @@ FREE = (
 )
 
 
-def check_identity(directory: Path, config: Mapping[str, Any], model_config: Mapping[str, Any]) -> None:
-    """Writes the run's identity into a new directory, compares it in an old one.
+def check_identity(
+    directory: Path, config: Mapping[str, Any], model_config: Mapping[str, Any], *, trained: bool
+) -> None:
+    """Writes the run's identity into its directory, after comparing it where something was trained there already: a
+    start that failed before binds nobody.
 
     Raises CheckpointError listing the keys that differ and may not, old and new value.
     """
     path = directory / RUN_NAME
     current = {"config": dict(config), "model": dict(model_config)}
-    if path.exists():
+    if trained and path.exists():
         try:
             stored = json.loads(path.read_text())
         except ValueError as error:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.identity import RUN_NAME, check_identity
+from rlhpc.checkpoint.identity import check_identity
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.ray_local import local_ray
 from rlhpc.cluster.stop import StopFlag
@@ -41,9 +41,12 @@ def run(cfg: RunConfig) -> int:
     stop = StopFlag()
     with ExitStack() as stack:
         stack.enter_context(run_lock(directory))
-        if not (directory / "metrics.jsonl").exists():  # nothing was trained here: an earlier start failed
-            (directory / RUN_NAME).unlink(missing_ok=True)
-        check_identity(directory, asdict(cfg), read_model_config(cfg.actor_rollout_ref.model.path))
+        check_identity(
+            directory,
+            asdict(cfg),
+            read_model_config(cfg.actor_rollout_ref.model.path),
+            trained=(directory / "metrics.jsonl").exists(),
+        )
         tokenizer = load_tokenizer(cfg)
         dataset = load_prompts(cfg.data.train_files, tokenizer, cfg.data)
         held_out = load_prompts(cfg.data.val_files, tokenizer, cfg.data) if cfg.data.val_files else None

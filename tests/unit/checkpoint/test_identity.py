@@ -15,27 +15,27 @@ MODEL = {"model_type": "qwen3_moe", "hidden_size": 128, "rope": {"theta": 1e6}}
 
 def test_the_same_settings_go_on(tmp_path: Path) -> None:
     config = asdict(RunConfig())
-    check_identity(tmp_path / "run", config, MODEL)
-    check_identity(tmp_path / "run", config, MODEL)
+    check_identity(tmp_path / "run", config, MODEL, trained=True)
+    check_identity(tmp_path / "run", config, MODEL, trained=True)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["model"] == MODEL
 
 
 def test_what_may_change_is_taken_over(tmp_path: Path) -> None:
     cfg = RunConfig()
-    check_identity(tmp_path, asdict(cfg), MODEL)
+    check_identity(tmp_path, asdict(cfg), MODEL, trained=True)
     cfg.trainer.total_training_steps, cfg.trainer.logger, cfg.checkpoint.keep = 500, ["console", "wandb"], 9
-    check_identity(tmp_path, asdict(cfg), MODEL)
+    check_identity(tmp_path, asdict(cfg), MODEL, trained=True)
     stored = json.loads((tmp_path / "run.json").read_text())["config"]
     assert stored["trainer"]["total_training_steps"] == 500 and stored["checkpoint"]["keep"] == 9
 
 
 def test_the_rest_is_listed_with_old_and_new(tmp_path: Path) -> None:
     cfg = RunConfig()
-    check_identity(tmp_path, asdict(cfg), MODEL)
+    check_identity(tmp_path, asdict(cfg), MODEL, trained=True)
     before = (tmp_path / "run.json").read_text()
     cfg.seed, cfg.actor_rollout_ref.actor.optim.lr, cfg.trainer.save_freq = 3, 0.5, 7
     with pytest.raises(CheckpointError) as raised:
-        check_identity(tmp_path, asdict(cfg), MODEL | {"hidden_size": 256})
+        check_identity(tmp_path, asdict(cfg), MODEL | {"hidden_size": 256}, trained=True)
     lines = str(raised.value).splitlines()
     assert lines[0] == f"run_dir={tmp_path} belongs to a run with other settings:"
     assert lines[1:-1] == [
@@ -45,6 +45,14 @@ def test_the_rest_is_listed_with_old_and_new(tmp_path: Path) -> None:
     ]
     assert "choose another run_dir" in lines[-1] and "trainer.save_freq" in lines[-1]
     assert (tmp_path / "run.json").read_text() == before
+
+
+def test_a_start_that_trained_nothing_binds_nobody(tmp_path: Path) -> None:
+    cfg = RunConfig()
+    check_identity(tmp_path, asdict(cfg), MODEL, trained=False)
+    cfg.seed = 3
+    check_identity(tmp_path, asdict(cfg), MODEL, trained=False)
+    assert json.loads((tmp_path / "run.json").read_text())["config"]["seed"] == 3
 
 
 def test_every_free_key_exists() -> None:
@@ -59,4 +67,4 @@ def test_every_free_key_exists() -> None:
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(CheckpointError, match="run.json is damaged"):
-        check_identity(tmp_path, {}, MODEL)
+        check_identity(tmp_path, {}, MODEL, trained=True)
