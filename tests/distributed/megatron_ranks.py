@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.data.packing import TokenSequence, pack, split_by_sequence
+from rlhpc.data.packing import FILLER_ID, TokenSequence, pack, split_by_sequence
 from rlhpc.data.types import PackedBatch
+from rlhpc.errors import RlhpcError, TrainingError
 from rlhpc.train.protocols import LossSpec
 
 VOCAB = 319
+NUM_SEQUENCES = 13  # of one_step: no even split
 TEMPERATURE = 0.7
 KL_COEF, ENTROPY_COEFF = 0.3, 0.05
 MEGATRON_SIZES = {
@@ -86,9 +88,12 @@ def make_trainer(model_dir: Path, sizes: Mapping[str, int], device: str = "cpu",
     return MegatronTrainer(cfg, hf_config, model_dir, device)
 
 
-def filled_batches(trainer: Any, batch: list[TokenSequence], max_tokens: int) -> list[PackedBatch]:
+def filled_batches(
+    trainer: Any, batch: list[TokenSequence], max_tokens: int, max_sequences: int | None = None
+) -> list[PackedBatch]:
     """This rank's microbatches with behaviour and reference logprobs at fixed distances from the policy's own."""
-    batches = pack(batch, dp_size=trainer.data_parallel_size, max_tokens=max_tokens)[trainer.data_parallel_rank]
+    packed_by_rank = pack(batch, dp_size=trainer.data_parallel_size, max_tokens=max_tokens, max_sequences=max_sequences)
+    batches = packed_by_rank[trainer.data_parallel_rank]
     values = trainer.logprobs(batches, temperature=TEMPERATURE, model="policy")
     filled = []
     for packed, logprobs in zip(batches, values, strict=True):
@@ -99,11 +104,60 @@ def filled_batches(trainer: Any, batch: list[TokenSequence], max_tokens: int) ->
     return filled
 
 
-def one_step(model_dir: Path, sizes: Mapping[str, int], max_tokens: int, **settings: Any) -> dict[str, Any]:
+def in_turn(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Several of the functions below in one start of the ranks, each with Megatron's groups to itself."""
+    outcomes = []
+    for name, arguments in calls:
+        outcomes.append(globals()[name](**arguments))
+        forget_groups()
+    return outcomes
+
+
+def forget_groups() -> None:
+    from megatron.core import parallel_state
+
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None:
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+
+
+def megatron_groups() -> dict[str, list[int]]:
+    """The ranks of this rank's groups, by the axis along which they differ."""
+    from megatron.core import parallel_state as ps
+
+    groups = {
+        "tp": ps.get_tensor_model_parallel_group(),
+        "dp": ps.get_data_parallel_group(),
+        "pp": ps.get_pipeline_model_parallel_group(),
+        "etp": ps.get_expert_tensor_parallel_group(),
+        "ep": ps.get_expert_model_parallel_group(),
+        "edp": ps.get_expert_data_parallel_group(),
+    }
+    return {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}
+
+
+def refusal(model_dir: Path, function: str, **arguments: Any) -> str | None:
+    """The error that another of these functions ends in."""
+    try:
+        globals()[function](model_dir, **arguments)
+    except RlhpcError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def load_broken(model_dir: Path, broken_dir: Path, sizes: Mapping[str, int]) -> None:
+    """Rank 1 alone sees the broken directory, as where one node's copy of a model is damaged."""
+    make_trainer(broken_dir if dist.get_rank() == 1 else model_dir, sizes)
+
+
+def one_step(
+    model_dir: Path, sizes: Mapping[str, int], max_tokens: int, max_sequences: int | None = None, **settings: Any
+) -> dict[str, Any]:
     """Logprobs by sequence, metrics, this rank's parts of all gradients and the specs to place them with."""
-    trainer = make_trainer(model_dir, sizes, actor__optim__clip_grad=0.0, **settings)
-    batch = sequences(12, seed=3)
-    batches = filled_batches(trainer, batch, max_tokens)
+    trainer = make_trainer(model_dir, sizes, **{"actor__optim__clip_grad": 0.0} | settings)
+    batch = sequences(NUM_SEQUENCES, seed=3)
+    batches = filled_batches(trainer, batch, max_tokens, max_sequences)
     values = trainer.logprobs(batches, temperature=TEMPERATURE, model="policy")
     metrics = trainer.step(batches, loss_spec(batch))
     logprobs: dict[int, np.ndarray] = {}
@@ -112,6 +166,9 @@ def one_step(model_dir: Path, sizes: Mapping[str, int], max_tokens: int, **setti
     shards = {s.name: (s.start, s.stop, s.master.grad.cpu().numpy().copy()) for s in trainer._optimizer.shards()}
     return {
         "num_microbatches": len(batches),
+        "microbatches": [packed.sequence_ids.tolist() for packed in batches],
+        "num_fillers": sum(int((packed.sequence_ids == FILLER_ID).sum()) for packed in batches),
+        "groups": megatron_groups(),
         "dp_rank": trainer.data_parallel_rank,
         "logprobs": logprobs,
         "metrics": metrics,
@@ -157,10 +214,40 @@ def _outcome(trainer: Any, metrics: list[dict[str, float]]) -> dict[str, Any]:
     return {"metrics": metrics, "weights": weights, "random": draws}
 
 
+def tiny_steps(model_dir: Path, sizes: Mapping[str, int], num_steps: int, lr: float) -> dict[str, Any]:
+    """bfloat16 with steps far below its resolution, all on one batch. Looks at elements of at least 1/16, where
+    neighbouring bfloat16 values are at least 2^-11 apart."""
+    trainer = make_trainer(model_dir, sizes, model__dtype="bfloat16", actor__optim__lr=lr)
+    masters = [shard.master for shard in trainer._optimizer.shards()]
+    batch = sequences(8, seed=5)
+    batches = filled_batches(trainer, batch, max_tokens=60)
+
+    def flat() -> torch.Tensor:
+        return torch.cat([master.detach() for master in masters])
+
+    start = flat()
+    large = start.abs() >= 2**-4
+    without_masters = start.bfloat16()
+    longest = torch.zeros(())
+    for _ in range(num_steps):
+        before = flat()
+        trainer.step(batches, loss_spec(batch))
+        moved = flat() - before
+        longest = torch.maximum(longest, moved[large].abs().max())
+        without_masters += moved.bfloat16()
+    buffers = trainer.source_buffers()
+    weights = torch.cat([buffers[s.name].flatten()[s.start : s.stop] for s in trainer._optimizer.shards()])
+    return {
+        "num_large": int(large.sum()),
+        "longest_step": float(longest),
+        "moved": float((weights != start.bfloat16())[large].float().mean()),
+        "moved_without_masters": float((without_masters != start.bfloat16())[large].float().mean()),
+        "weights_are_masters": torch.equal(weights, flat().bfloat16()),
+    }
+
+
 def survive_nan(model_dir: Path) -> dict[str, Any]:
     """A step whose advantages are NaN on rank 1 alone, between two good ones."""
-    from rlhpc.errors import TrainingError
-
     trainer = make_trainer(model_dir, {"ep": 2})
     list(train(trainer, range(1)))
     before, _ = trainer.state_tensors()
@@ -205,8 +292,9 @@ def learning_rates(model_dir: Path, steps: int, **settings: Any) -> list[float]:
     return [metrics["actor/lr"] for metrics in train(trainer, range(steps))]
 
 
-def export(model_dir: Path, output_dir: Path, sizes: Mapping[str, int]) -> None:
+def export(model_dir: Path, output_dir: Path, sizes: Mapping[str, int]) -> Path:
     make_trainer(model_dir, sizes).save_hf(output_dir)
+    return output_dir
 
 
 def sleep_and_train(model_dir: Path, dtype: str) -> dict[str, Any]:

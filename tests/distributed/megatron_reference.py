@@ -1,8 +1,9 @@
-"""The optimizer step of megatron_ranks.one_step by other means, and its parts put together."""
+"""The optimizer step of megatron_ranks.one_step: under which layouts, by other means, and its parts put together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,146 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhpc.data.packing import TokenSequence
 from rlhpc.layout.parallel import ParallelLayout
 from tests.distributed.megatron_ranks import ENTROPY_COEFF, KL_COEF, NUM_SEQUENCES, TEMPERATURE, sequences
 
 
-def transformers_step(model_dir: Path) -> dict[str, Any]:
-    """Logprobs by sequence, the terms of the loss and all gradients by HF name, with Transformers in float32: one
-    sequence at a time, the loss spelled out, autograd's gradients."""
+@dataclass(frozen=True)
+class Case:
+    """How the step's batch is divided among ranks and microbatches; `clip` 0 doesn't clip."""
+
+    world_size: int
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of tp, pp, ep, etp; 1 where absent
+    max_tokens: int = 40
+    max_sequences: int | None = None
+    recompute: bool = False
+    dtype: str = "float32"
+    clip: float = 0.0
+    balance: float = 0.0  # coefficient of the load-balancing loss
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(
+            **dict.fromkeys(("tp", "pp", "cp", "ep", "etp"), 1) | self.sizes, world_size=self.world_size
+        )
+
+    @property
+    def name(self) -> str:
+        axes = [(axis, getattr(self.layout, axis)) for axis in ("tp", "pp", "dp", "ep", "etp")]
+        parts = [f"{axis}{size}" for axis, size in axes if size > 1] or ["one-rank"]
+        limit = f"{self.max_sequences}seq" if self.max_sequences else f"{self.max_tokens}tok"
+        flags = (
+            limit,
+            self.recompute and "recompute",
+            self.dtype != "float32" and self.dtype,
+            self.clip and "clip",
+            self.balance and "balance",
+        )
+        return "-".join((*parts, *filter(None, flags)))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of megatron_ranks.one_step."""
+        return {
+            "sizes": dict(self.sizes),
+            "max_tokens": self.max_tokens,
+            "max_sequences": self.max_sequences,
+            "model__enable_gradient_checkpointing": self.recompute,
+            "model__dtype": self.dtype,
+            "actor__optim__clip_grad": self.clip,
+            "actor__megatron__moe_aux_loss_coeff": self.balance,
+        }
+
+
+CASES = (
+    Case(1, max_tokens=1000),
+    Case(1, max_tokens=25),
+    Case(1, max_tokens=25, recompute=True),
+    Case(2),
+    Case(2, {"ep": 2}),
+    Case(2, {"ep": 2}, recompute=True),
+    Case(2, {"ep": 2}, max_sequences=1),  # an odd number of sequences: one microbatch is filler
+    Case(2, {"etp": 2}),
+    Case(2, {"tp": 2}),
+    Case(2, {"tp": 2}, recompute=True),
+    Case(2, {"tp": 2, "etp": 2}),
+    Case(2, {"pp": 2}),
+    Case(4),
+    Case(4, {"tp": 4}, clip=0.1),  # two ranks per KV head
+    Case(4, {"tp": 2, "pp": 2}),
+    Case(4, {"tp": 2, "ep": 2}, clip=0.1),
+    Case(4, {"tp": 2, "ep": 2, "etp": 2}, clip=0.1),
+    Case(4, {"tp": 2, "pp": 2, "ep": 2}, clip=0.1),
+    Case(4, {"tp": 4, "ep": 2, "etp": 2}),
+    Case(4, {"pp": 4}, max_tokens=25),
+    Case(4, {"pp": 2}, clip=0.1),
+    Case(4, {"pp": 2, "ep": 2}),
+    Case(4, {"pp": 2, "etp": 2}),
+    Case(4, {"ep": 4}),
+    Case(4, {"ep": 4}, max_sequences=1),
+    Case(4, {"ep": 2, "etp": 2}, clip=0.1),
+    Case(4, {"ep": 2, "etp": 2}, clip=0.1, recompute=True),
+)
+BF16_CASES = tuple(
+    Case(4, sizes, dtype="bfloat16")
+    for sizes in ({"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}, {"ep": 2, "etp": 2}, {"tp": 4})
+)
+BALANCE_CASES = (
+    Case(1, max_tokens=25, balance=0.5),
+    Case(2, {"tp": 2}, balance=0.5, recompute=True),
+    Case(4, {"tp": 2, "ep": 2}, balance=0.5),
+    Case(4, {"pp": 2, "ep": 2}, balance=0.5, recompute=True),
+    Case(4, {"tp": 2, "pp": 2}, balance=0.5),
+)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The load-balancing loss: its coefficient, and the sequences of each microbatch."""
+
+    coeff: float
+    microbatches: Sequence[Sequence[int]]
+
+    def term(self, model: torch.nn.Module, batch: Sequence[TokenSequence]) -> torch.Tensor:
+        """Summed over layers, each microbatch by its share of all tokens. arXiv 2101.03961 section 2.2: the number of
+        experts times the sum over them of the fraction of assignments times the mean probability."""
+        num_experts, top_k = model.config.num_experts, model.config.num_experts_per_tok
+        inputs: list[torch.Tensor] = []
+        hooks = [
+            layer.mlp.gate.register_forward_hook(lambda gate, args, _: inputs.append(args[0] @ gate.weight.t()))
+            for layer in model.model.layers
+        ]
+        terms, num_tokens = [], 0
+        for members in self.microbatches:
+            inputs.clear()
+            for i in members:
+                model(torch.from_numpy(batch[i].token_ids.astype(np.int64))[None])
+            for layer in range(len(hooks)):
+                probs = torch.cat([logits.flatten(0, -2) for logits in inputs[layer :: len(hooks)]]).softmax(-1)
+                chosen = probs.topk(top_k).indices.flatten()
+                fractions = torch.bincount(chosen, minlength=num_experts) / len(chosen)
+                terms.append(len(probs) * num_experts * (fractions * probs.mean(0)).sum())
+            num_tokens += len(probs)
+        for hook in hooks:
+            hook.remove()
+        return torch.stack(terms).sum() / num_tokens
+
+
+def transformers_step(
+    model_dir: Path, dtype: torch.dtype = torch.float32, balance: Balance | None = None
+) -> dict[str, Any]:
+    """Logprobs by sequence, the terms of the loss and all gradients by HF name, with Transformers: one sequence at a
+    time, the loss spelled out, autograd's gradients. `loss` is that of the policy, without the balance."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
     batch = sequences(NUM_SEQUENCES, seed=3)
     num_tokens = sum(s.response_len for s in batch)
     logprobs, sums = {}, dict.fromkeys(("pg", "entropy", "kl", "clipped", "clipped_lower", "loss"), 0.0)
     for sequence in batch:
         ids = torch.from_numpy(sequence.token_ids.astype(np.int64))
-        logits = model(ids[None]).logits[0, sequence.prompt_len - 1 : -1] / TEMPERATURE
+        logits = model(ids[None]).logits[0, sequence.prompt_len - 1 : -1].float() / TEMPERATURE
         table = logits.log_softmax(-1)
         policy = table[torch.arange(len(table)), ids[sequence.prompt_len :]]
         fields = {name: torch.from_numpy(values) for name, values in sequence.fields.items()}
@@ -45,27 +170,21 @@ def transformers_step(model_dir: Path) -> dict[str, Any]:
         logprobs[sequence.sequence_id] = policy.detach().numpy()
         terms |= {"clipped": (clipped > free).sum(), "clipped_lower": (bounded < pessimistic).sum()}
         sums = {name: sums[name] + terms[name].item() / num_tokens for name in sums}
+    if balance:
+        term = balance.term(model, batch)
+        (balance.coeff * term).backward()
+        sums["balance"] = term.item()
     gradients = hf_gradients(model)
     norm = float(np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients.values())))
     return {"logprobs": logprobs, "sums": sums, "gradients": gradients, "norm": norm}
 
 
 def hf_gradients(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """By the names of the file; Transformers 5 stacks a layer's experts."""
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad.numpy()
-        if ".experts." not in name:
-            gradients[name] = gradient
-            continue
-        for expert, part in enumerate(gradient):
-            stem = f"{name.rpartition('.')[0]}.{expert}"
-            if name.endswith("gate_up_proj"):
-                half = len(part) // 2
-                gradients |= {f"{stem}.gate_proj.weight": part[:half], f"{stem}.up_proj.weight": part[half:]}
-            else:
-                gradients[f"{stem}.down_proj.weight"] = part
-    return gradients
+    """By the names of the file. Transformers 5 stacks a layer's experts, and takes the stacks apart to save them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: gradient.float().numpy() for name, gradient in revert_weight_conversion(model, gradients).items()}
 
 
 def whole_step(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:

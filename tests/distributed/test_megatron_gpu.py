@@ -9,16 +9,27 @@ import numpy as np
 import pytest
 import torch
 
+from tests.distributed.megatron_reference import canonical_gradients, transformers_step
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_megatron import RANKS, canonical_gradients, expected, model_dir
+from tests.tiny_model import write_tiny_model
 
-__all__ = ["expected", "model_dir"]
+RANKS = "tests.distributed.megatron_ranks"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 # float32 as on a CPU; bfloat16 has 8 bits of mantissa, and a router's near tie may pick another expert.
 TOLERANCES = {"float32": (1e-4, 1e-4, 0.9999), "bfloat16": (0.3, 0.1, 0.97)}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=319)
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> dict[str, Any]:
+    return transformers_step(model_dir)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
