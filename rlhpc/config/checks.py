@@ -182,6 +182,11 @@ def _dense_mlp(case: _Case) -> Iterator[str]:
     for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
         if (size := getattr(megatron, name)) != 1:
             yield f"{_MEGATRON}.{name}={size} needs a mixture of experts, this model has none; set 1"
+    if megatron.moe_aux_loss_coeff:
+        yield (
+            f"{_MEGATRON}.moe_aux_loss_coeff={megatron.moe_aux_loss_coeff} needs a mixture of experts, this model has "
+            "none; set 0"
+        )
     trainer_tp = megatron.tensor_model_parallel_size
     yield from _must_divide(f"{_MEGATRON}.tensor_model_parallel_size", trainer_tp, "intermediate_size", width)
     yield from _must_divide(_ROLLOUT_TP, rollout_tp, "intermediate_size", width)
@@ -282,11 +287,6 @@ def _trainer(case: _Case) -> Iterator[str]:
         yield "trainer.balance_batch=false is not available: packing always evens out tokens; set true"
     if not actor.megatron.use_distributed_optimizer:
         yield f"{_MEGATRON}.use_distributed_optimizer=false is not available; set true"
-    if actor.megatron.moe_aux_loss_coeff:
-        yield (
-            f"{_MEGATRON}.moe_aux_loss_coeff={actor.megatron.moe_aux_loss_coeff} is not available: it would "
-            "bias the policy gradient; set 0"
-        )
 
 
 def _reward(case: _Case) -> Iterator[str]:

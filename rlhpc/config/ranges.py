@@ -53,6 +53,7 @@ AT_LEAST_0 = (
     f"{_ACTOR}.optim.weight_decay",
     f"{_ACTOR}.optim.clip_grad",
     f"{_ACTOR}.kl_loss_coef",
+    f"{_ACTOR}.megatron.moe_aux_loss_coeff",
     f"{_ROLLOUT}.chunk_prompts",
     "algorithm.kl_ctrl.kl_coef",
     "reshard.verify_every",

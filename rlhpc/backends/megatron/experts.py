@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn.functional import silu
 
@@ -18,9 +23,31 @@ from rlhpc.layout.parallel import ParallelLayout
 
 
 class Router(TopKRouter):
-    """Megatron's top-k router without its expert bias, whose (unused) update is wrapped in torch.compile."""
+    """Megatron's top-k router without its expert bias, whose (unused) update is wrapped in torch.compile, and with a
+    load-balancing loss that is normalised over the optimizer step, as the policy's loss is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_step_tokens = 1  # of all microbatches on all data-parallel ranks
+        # This rank's part since it was last cleared, without the coefficient.
+        self.register_buffer("balance_loss", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None: ...
+
+    def _apply_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, with_padding_mask: bool = False
+    ) -> torch.Tensor:
+        """E * sum_e f_e * P_e of a microbatch (arXiv 2101.03961 section 2.2), times its share of the step's tokens.
+
+        f_e is the fraction of assignments that expert e received, P_e its mean probability; `scores` and `routing_map`
+        are zero for filler. Megatron's own weighs all microbatches alike and expects that gradients will be divided by
+        the number of tokens.
+        """
+        counts = reduce_from_tensor_model_parallel_region(routing_map.sum(0), self.tp_cp_group)
+        fractions = counts / counts.sum()
+        loss = scores.shape[1] * (fractions * scores.sum(0)).sum() / self.num_step_tokens
+        self.balance_loss += loss.detach()
+        return MoEAuxLossAutoScaler.apply(probs, self.config.moe_aux_loss_coeff * loss)
 
 
 class PackedExperts(torch.nn.Module):
@@ -98,3 +125,20 @@ def expert_balance(
     loads = loads.flatten(1)
     violation = loads.amax(1) / loads.mean(1).clamp(min=1) - 1
     return {"actor/moe/max_vio": float(violation.max()), "actor/moe/avg_vio": float(violation.mean())}
+
+
+def start_balance_loss(layers: Iterable[torch.nn.Module], num_step_tokens: int) -> None:
+    """Before the microbatches of a step, which have `num_step_tokens` on all data-parallel ranks together."""
+    for layer in layers:
+        layer.mlp.router.num_step_tokens = num_step_tokens
+        layer.mlp.router.balance_loss.zero_()
+
+
+def balance_loss(layers: Iterable[torch.nn.Module], device: torch.device) -> float:
+    """The step's load-balancing loss without its coefficient, summed over layers, each of which gives 1 when its load
+    is even. Collective over the world."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for layer in layers:
+        total += layer.mlp.router.balance_loss
+    dist.all_reduce(total)
+    return float(total)

@@ -37,7 +37,7 @@ _SPLIT_MODULES = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbeddin
 
 
 def transformer_config(
-    facts: ModelFacts, layout: ParallelLayout, dtype: torch.dtype, *, recompute: bool
+    facts: ModelFacts, layout: ParallelLayout, dtype: torch.dtype, *, recompute: bool, balance_coeff: float = 0.0
 ) -> TransformerConfig:
     """What Megatron needs of `facts`. Losses carry their global normaliser, so gradients are plain sums over
     microbatches and data-parallel ranks: calculate_per_token_loss without a token count does just that."""
@@ -54,7 +54,8 @@ def transformer_config(
         # softmax over the chosen logits equals softmax over all, then top-k, then renormalisation
         moe_router_pre_softmax=not facts.norm_topk_prob or facts.experts_per_token == 1,
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
+        moe_router_load_balancing_type="aux_loss" if balance_coeff else "none",
+        moe_aux_loss_coeff=balance_coeff,
         moe_token_dispatcher_type="alltoall",
         layernorm_epsilon=facts.norm_eps,
         qk_layernorm=facts.qk_norm,
@@ -161,7 +162,19 @@ class PolicyModel(GPTModel):
 
     def forward(self, packed: PackedSequences) -> torch.Tensor:
         """Hidden states [T / tp, 1, H] for the next stage, or the last stage's final ones, in `packed.order`."""
-        return super().forward(packed.input_ids, packed.position_ids, None, packed_seq_params=packed)
+        filler = self._filler_mask(packed) if self.config.moe_aux_loss_coeff else None
+        return super().forward(
+            packed.input_ids, packed.position_ids, None, packed_seq_params=packed, padding_mask=filler
+        )
+
+    def _filler_mask(self, packed: PackedSequences) -> torch.Tensor:
+        """True [1, T] where a token only fills T up, and must not be balanced: the embedding of id 0 may be zero, and
+        the gradient of a norm is nearly infinite there. Megatron splits the mask over ranks in the first stage only."""
+        filler = torch.arange(packed.input_ids.shape[1], device=packed.input_ids.device)[None] >= len(packed.order)
+        if self.config.sequence_parallel and not self.pre_process:
+            group = parallel_state.get_tensor_model_parallel_group()
+            filler = filler.chunk(group.size(), dim=1)[group.rank()]
+        return filler
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states

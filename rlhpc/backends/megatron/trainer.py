@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rlhpc.backends.megatron import cpu_shim, state
-from rlhpc.backends.megatron.experts import expert_balance
+from rlhpc.backends.megatron.experts import balance_loss, expert_balance, start_balance_loss
 from rlhpc.backends.megatron.loss import microbatch_loss
 from rlhpc.backends.megatron.model import PolicyModel, transformer_config
 from rlhpc.backends.megatron.offload import HostCopy
@@ -55,6 +55,12 @@ class MegatronTrainer:
             raise ConfigError(
                 f"actor_rollout_ref.model.dtype={model_cfg.dtype!r} is unknown; choose {', '.join(DTYPES)}"
             )
+        self._balance_coeff = cfg.actor_rollout_ref.actor.megatron.moe_aux_loss_coeff
+        if self._balance_coeff and not self._facts.num_experts:
+            raise ConfigError(
+                f"actor_rollout_ref.actor.megatron.moe_aux_loss_coeff={self._balance_coeff} balances experts, which a "
+                f"{self._facts.model_type} model hasn't; set 0"
+            )
         self._specs = family.trainer_specs(hf_config, self._layout, model_cfg.dtype)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self._layout.tp,
@@ -83,7 +89,11 @@ class MegatronTrainer:
     def _build_model(self) -> PolicyModel:
         model_cfg = self._cfg.actor_rollout_ref.model
         config = transformer_config(
-            self._facts, self._layout, DTYPES[model_cfg.dtype], recompute=model_cfg.enable_gradient_checkpointing
+            self._facts,
+            self._layout,
+            DTYPES[model_cfg.dtype],
+            recompute=model_cfg.enable_gradient_checkpointing,
+            balance_coeff=self._balance_coeff,
         )
         model = PolicyModel(config, self._facts)
         for parameter in model.parameters():
@@ -158,6 +168,8 @@ class MegatronTrainer:
             return value, no_tokens, metrics | {"actor/loss": value.detach()}
 
         module.train()
+        if self._balance_coeff:
+            start_balance_loss(module.decoder.layers, self._num_step_tokens(batches))
         self._optimizer.zero_grad()
         parts = self._schedule(self._policy, batches, calculate, forward_only=False)
         metrics = self._sum_metrics(parts)
@@ -166,6 +178,8 @@ class MegatronTrainer:
         rate = self._optimizer.apply(norm)
         # Everything but these two is summed over data-parallel ranks by the caller.
         balance = expert_balance(module.decoder.layers, self._facts.num_layers, self._layout, self._device)
+        if self._balance_coeff:
+            balance["actor/moe/aux_loss"] = balance_loss(module.decoder.layers, self._device)
         metrics |= {name: value / self._layout.dp for name, value in balance.items()}
         return metrics | {"actor/grad_norm": norm, "actor/lr": rate}
 
@@ -194,6 +208,12 @@ class MegatronTrainer:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _num_step_tokens(self, batches: Sequence[PackedBatch]) -> int:
+        """Over all data-parallel ranks."""
+        total = torch.tensor(sum(batch.num_tokens for batch in batches), device=self._device)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        return int(total)
 
     def _on_device(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         move = partial(torch.Tensor.to, device=self._device, non_blocking=True)
@@ -308,9 +328,7 @@ def _device(name: str) -> torch.device:
 
 def _layout(cfg: RunConfig, world_size: int) -> ParallelLayout:
     megatron = cfg.actor_rollout_ref.actor.megatron
-    for name, allowed in (
-        ("context_parallel_size", 1), ("use_distributed_optimizer", True), ("moe_aux_loss_coeff", 0.0)
-    ):  # fmt: skip
+    for name, allowed in (("context_parallel_size", 1), ("use_distributed_optimizer", True)):
         if getattr(megatron, name) != allowed:
             raise ConfigError(
                 f"actor_rollout_ref.actor.megatron.{name}={getattr(megatron, name)} is not supported; set {allowed}"

@@ -144,7 +144,7 @@ def test_allowed(overrides, world_size):
         ({"trainer.test_freq": 5}, 4, ["trainer.test_freq=5 needs data.val_files"]),
         ({f"{ACTOR}.optim.lr_decay_style": "cosine"}, 4, ["lr_decay_style=cosine", "total_training_steps"]),
         ({"trainer.balance_batch": False}, 4, ["balance_batch=false", "set true"]),
-        ({f"{M}.moe_aux_loss_coeff": 0.01}, 4, ["moe_aux_loss_coeff=0.01", "set 0"]),
+        ({f"{M}.moe_aux_loss_coeff": -0.01}, 4, ["moe_aux_loss_coeff=-0.01", "at least 0"]),
         ({f"{M}.use_distributed_optimizer": False}, 4, ["use_distributed_optimizer=false", "set true"]),
         ({"trainer.nnodes": 2}, 4, ["trainer.nnodes=2 needs launch=slurm"]),
         ({f"{ROLLOUT}.temperature": 0}, 4, [f"{ROLLOUT}.temperature=0.0 is out of range", "0.01 to 2"]),
