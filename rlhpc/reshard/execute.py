@@ -70,15 +70,13 @@ class Move(NamedTuple):
         if (begin, end) == (0, self.numel):
             yield self
             return
-        for low, high in flat_boxes(max(self.src_extent, self.dst_extent, key=len), begin, end):
-            src_low, dst_low = low[len(low) - len(self.src_offset) :], low[len(low) - len(self.dst_offset) :]
+        whole = max(self.src_extent, self.dst_extent, key=len)
+        src, dst = len(whole) - len(self.src_extent), len(whole) - len(self.dst_extent)  # leading ones that it lacks
+        for low, high in flat_boxes(whole, begin, end):
             extent = tuple(map(sub, high, low))
-            yield self._replace(
-                src_offset=tuple(map(add, self.src_offset, src_low)),
-                src_extent=extent[len(low) - len(self.src_offset) :],
-                dst_offset=tuple(map(add, self.dst_offset, dst_low)),
-                dst_extent=extent[len(low) - len(self.dst_offset) :],
-            )
+            src_offset = tuple(map(add, self.src_offset, low[src:]))
+            dst_offset = tuple(map(add, self.dst_offset, low[dst:]))
+            yield Move(*self[:2], src_offset, extent[src:], *self[4:6], dst_offset, extent[dst:])
 
 
 def merge(copies: Iterable[ShardCopy]) -> list[Move]:
