@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,4 +106,57 @@ def both_sinks(model_dir: str, tp: int, prompts: Any, specs: Mapping[str, Any], 
             result[name] = {
                 key: running.generate(prompts, spec, seed=5)[0] for key, spec in specs.items() if key != "short"
             }
+        return result
+
+
+def on_cuda(old: str, new: str, tp: int, dtype: str, prompts: Any, **rollout: Any) -> dict[str, Any]:
+    """Generates with the old weights, then publishes all new ones into memory that has slept, once by either sink."""
+    from rlhpc.backends.vllm import private
+    from rlhpc.backends.vllm.sinks import ReferenceSink, whole_tensors
+
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"  # else Triton's float32 products are TF32
+    hf_config = json.loads(Path(old, "config.json").read_text())
+    with vllm_ranks.engine(old, tp, "rlhpcgpu", device="cuda", dtype=dtype, **rollout) as running:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        models = {
+            name: {
+                key: tensor.to("cuda", getattr(torch, dtype)) for key, tensor in vllm_ranks.read_weights(path).items()
+            }
+            for name, path in (("old", old), ("new", new))
+        }
+        whole = whole_tensors(family_for(hf_config).canonical_tensors(hf_config), dtype, world_size)
+        sinks = {"direct": running._sink, "reference": ReferenceSink(running._llm, whole)}
+        result: dict[str, Any] = {"samples": {}}
+        parameters: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+
+        def publish(sink: str, model: str) -> None:
+            running.sleep()
+            running.wake("weights")
+            running._sink = sinks[sink]
+            fill(running._sink, models[model], rank)
+            running.end_publish(1)
+            live = private.running_model(running._llm).named_parameters()
+            parameters[sink, model] = {name: parameter.data.cpu() for name, parameter in live}
+            running.wake("kv_cache")
+
+        for sink in sinks:
+            publish(sink, "old")
+            vllm_ranks.raw_generate(running, prompts)
+            result["samples"][sink, "old"] = vllm_ranks.raw_generate(running, prompts)  # from the prefix cache
+            allocated = torch.cuda.memory_allocated()
+            publish(sink, "new")
+            result["samples"][sink, "new"] = vllm_ranks.raw_generate(running, prompts)
+            result[f"{sink} kept bytes"] = torch.cuda.memory_allocated() - allocated
+        for model in models:
+            direct, reference = parameters["direct", model], parameters["reference", model]
+            result[f"{model} unequal"] = [
+                name
+                for name in direct
+                if not torch.equal(direct[name].view(torch.uint8), reference[name].view(torch.uint8))
+            ]
+        result["unchanged"] = [
+            name
+            for name, old in parameters["direct", "old"].items()
+            if torch.equal(old, parameters["direct", "new"][name])
+        ]
         return result

@@ -50,22 +50,32 @@ def spec(**changes: Any) -> SamplingSpec:
     )
 
 
-def new_engine(model_dir: str, tp: int, ident: str, sink: str = "direct", **rollout: Any) -> Any:
+def new_engine(
+    model_dir: str,
+    tp: int,
+    ident: str,
+    sink: str = "direct",
+    device: str = "cpu",
+    dtype: str = "float32",
+    **rollout: Any,
+) -> Any:
     from rlhpc.backends.vllm.engine import VllmEngine
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     hf_config = json.loads(Path(model_dir, "config.json").read_text())
     cfg = run_config(world_size, tp, **rollout)
-    cfg.reshard.sink = sink
-    return VllmEngine(cfg, hf_config, Path(model_dir), "cpu", rank, world_size, ident)
+    cfg.reshard.sink, cfg.actor_rollout_ref.model.dtype = sink, dtype
+    return VllmEngine(cfg, hf_config, Path(model_dir), device, rank, world_size, ident)
 
 
 @contextmanager
-def engine(model_dir: str, tp: int, ident: str, **rollout: Any) -> Iterator[Any]:
-    running = new_engine(model_dir, tp, ident, **rollout)
+def engine(model_dir: str, tp: int, ident: str, **options: Any) -> Iterator[Any]:
+    running = new_engine(model_dir, tp, ident, **options)
     try:
         yield running
     finally:

@@ -136,7 +136,9 @@ def adopt(llm: LLM, fresh: nn.Module) -> None:
         values = dict(fresh.named_parameters())
         for name, parameter in running_model(llm).named_parameters():
             parameter.data.copy_(values[name].data)
+            values[name].data = values[name].data.new_empty(0)  # not when the garbage collector gets to it
         torch.cuda.synchronize()  # vLLM may read on another stream
+        torch.cuda.empty_cache()  # the KV cache takes memory from the device, not from torch's allocator
         return
     counterparts = dict(fresh.named_modules())
     for name, module in running_model(llm).named_modules():

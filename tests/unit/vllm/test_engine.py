@@ -22,6 +22,14 @@ def test_tensor_parallel_size_must_divide_the_ranks() -> None:
         VllmEngine(cfg, tiny_config(), Path("/model"), "cpu", 0, 6, "x")
 
 
+def test_expert_parallelism_needs_a_gpu() -> None:
+    cfg = config(tensor_model_parallel_size=2, expert_parallel_size=2)
+    assert engine_arguments(cfg, Path("/model"), "cuda")["enable_expert_parallel"]
+    assert not engine_arguments(config(tensor_model_parallel_size=2), Path("/model"), "cuda")["enable_expert_parallel"]
+    with pytest.raises(ConfigError, match="expert_parallel_size=2 needs GPUs: vLLM's CPU build .*; set 1"):
+        VllmEngine(cfg, tiny_config(), Path("/model"), "cpu", 0, 2, "x")
+
+
 def test_arguments_follow_the_config() -> None:
     cpu = engine_arguments(config(cpu_kv_cache_gib=0.25, max_num_seqs=9000), Path("/model"), "cpu")
     assert cpu["kv_cache_memory_bytes"] == 268_435_456 and cpu["enforce_eager"] and "enable_sleep_mode" not in cpu

@@ -82,6 +82,14 @@ def test_layers_register_in_the_compilation_config() -> None:
     assert config.static_all_moe_layers == [] and isinstance(config.static_all_moe_layers, list)
 
 
+def test_the_configuration_knows_the_device_and_models_load_by_name() -> None:
+    from vllm.config import DeviceConfig
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+    assert "device" in {field.name for field in dataclasses.fields(DeviceConfig)}, "DeviceConfig.device is gone"
+    assert parameters(Qwen3MoeForCausalLM.load_weights) == ["self", "weights"], "load_weights has changed"
+
+
 def test_attention_owns_the_kv_cache() -> None:
     assert "kv_cache" in inspect.getsource(private.Attention.__init__), "Attention no longer holds the KV cache"
 

@@ -1,0 +1,87 @@
+"""The rollout engine on CUDA: both sinks into memory that has slept, CUDA graphs, and logprobs against Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_vllm import expected
+from tests.distributed.vllm_ranks import spec
+from tests.tiny_model import write_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+VOCAB = 90  # padded to 128
+# (largest, mean) difference of a sampled token's logprob; a router's near tie may pick another expert in bfloat16
+TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (0.5, 0.05)}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    sizes = {"vocab_size": VOCAB, "moe_intermediate_size": 128}
+    return write_tiny_model(root / "old", seed=0, **sizes), write_tiny_model(root / "new", seed=1, **sizes)
+
+
+def gaps(samples: list[dict[str, Any]], model_dir: Path, dtype: str) -> np.ndarray:
+    """Differences from Transformers, which computes in float64 with the weights rounded to `dtype`, per token."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, experts_implementation="eager")
+    model = model.to(getattr(torch, dtype)).double()
+
+    def logits(token_ids: Sequence[int]) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.tensor([list(token_ids)])).logits[0].numpy()
+
+    return np.concatenate(
+        [np.abs(np.asarray(s["logprobs"]) - expected(logits, s["prompt"], s["tokens"], spec())) for s in samples]
+    )
+
+
+# Half the cases with CUDA graphs, which keep the addresses of the parameters that they were captured with.
+@pytest.mark.parametrize(
+    ("dtype", "tp", "rollout"),
+    [
+        ("float32", 1, {"enforce_eager": True}),
+        ("bfloat16", 1, {"enforce_eager": False}),
+        ("bfloat16", 2, {"enforce_eager": True}),
+        ("bfloat16", 2, {"enforce_eager": False, "expert_parallel_size": 2}),
+    ],
+    ids=["float32", "bfloat16-graphs", "bfloat16-tp2", "bfloat16-tp2-ep2-graphs"],
+)
+def test_both_sinks(models: tuple[Path, Path], dtype: str, tp: int, rollout: dict[str, Any]) -> None:
+    if torch.cuda.device_count() < tp:
+        pytest.skip(f"needs {tp} CUDA devices")
+    rng = np.random.default_rng(0)
+    prompts = [(i, rng.integers(5, VOCAB, length).tolist()) for i, length in enumerate((140, 170, 192))]
+    old, new = models
+    ranks = run_ranks(
+        "tests.distributed.sink_ranks:on_cuda", tp, timeout_s=600,
+        old=str(old), new=str(new), tp=tp, dtype=dtype, prompts=prompts,
+        gpu_memory_utilization=0.3, max_num_seqs=16, **rollout,
+    )  # fmt: skip
+    largest, mean = TOLERANCES[dtype]
+    for result in ranks:
+        assert result["old unequal"] == result["new unequal"] == result["unchanged"] == []
+        assert result["direct kept bytes"] <= 2**20 and result["reference kept bytes"] <= 2**20
+        for (_, published), samples in result["samples"].items():
+            model_dir = {"old": old, "new": new}[published]
+            assert all((sample["cached"] >= 128) == (published == "old") for sample in samples)
+            found = gaps(samples, model_dir, dtype)
+            assert found.max() < largest and found.mean() < mean
+            other = gaps(samples, {"old": new, "new": old}[published], dtype)
+            assert other.mean() > 0.2  # the models do differ
+        for model in ("old", "new"):
+            tokens, through_loader = (
+                [sample["tokens"] for sample in result["samples"][sink, model]] for sink in ("direct", "reference")
+            )
+            assert tokens == through_loader
