@@ -39,7 +39,7 @@ class MegatronConfig:
     expert_tensor_parallel_size: int = 1  # ranks per expert
     use_distributed_optimizer: bool = True  # optimizer state sharded over data-parallel ranks
     freeze_moe_router: bool = False  # router weights keep their initial values
-    moe_aux_loss_coeff: float = 0.0  # load-balancing loss; 0: off
+    moe_aux_loss_coeff: float = 0.0  # weight of the load-balancing loss, which is summed over layers; 0: off
 
 
 @dataclass

@@ -8,6 +8,7 @@ import sys
 PROGRAM = """
 import torch
 from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils
 from rlhpc.backends.megatron import cpu_shim
 
@@ -29,6 +30,7 @@ assert len(torch.overrides._get_current_function_mode_stack()) == 0
 
 assert clip_grads.torch.zeros(2, device="cuda").device.type == "cpu"
 assert clip_grads.torch.nn is torch.nn and clip_grads.torch.Tensor is torch.Tensor
+assert not hasattr(mappings._gather_along_first_dim.__wrapped__, "__wrapped__")  # replaced once
 splits = moe_utils.maybe_move_tensor_to_cpu(torch.tensor([1, 2]), as_numpy=True)
 assert splits.tolist() == [1, 2] and not torch.is_tensor(splits)
 """
