@@ -29,6 +29,15 @@ class Case:
     rollout_tp: int
 
 
+def steps(calls: Mapping[str, tuple[Path, Mapping[str, int]]]) -> dict[str, dict[str, Any]]:
+    """One optimizer step of each model under each layout."""
+    outcomes = {}
+    for name, (model_dir, sizes) in calls.items():
+        outcomes[name] = one_step(model_dir, sizes, max_tokens=40)
+        forget_groups()
+    return outcomes
+
+
 def all_cases(cases: Mapping[str, Case], out_dir: Path) -> dict[str, dict[str, Any]]:
     return {name: _case(name, case, out_dir) for name, case in cases.items()}
 

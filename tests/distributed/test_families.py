@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +46,50 @@ def ranks(root: Path) -> list[dict[str, dict[str, Any]]]:
     return run_ranks("tests.distributed.family_ranks:all_cases", 2, timeout_s=500, cases=cases, out_dir=root)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_training_step_equals_transformers(name: str, root: Path, ranks: list[dict[str, Any]]) -> None:
-    """Logprobs and every element of every gradient: biases, tied embeddings and padded vocabularies too."""
-    expected = transformers_step(root / "models" / name)
-    parts = [rank[name]["step"] for rank in ranks]
-    found = whole_step(parts)
+def assert_equals_transformers(model_dir: Path, ranks: Sequence[dict[str, Any]]) -> None:
+    """Logprobs, loss, gradient norm and every element of every gradient of one step."""
+    expected, found = transformers_step(model_dir), whole_step(ranks)
     for index, logprobs in expected["logprobs"].items():
         np.testing.assert_allclose(found["logprobs"][index], logprobs, atol=1e-5, rtol=0)
     assert found["loss"] == pytest.approx(expected["sums"]["loss"], rel=2e-5)
     assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
-    gradients = canonical_gradients(parts)
+    gradients = canonical_gradients(ranks)
     assert gradients.keys() == expected["gradients"].keys()
     for tensor, gradient in gradients.items():
-        scale = np.abs(expected["gradients"][tensor]).max()
-        np.testing.assert_allclose(
-            gradient, expected["gradients"][tensor], atol=2e-5 * scale, rtol=1e-4, err_msg=f"{name}: {tensor}"
-        )
+        wanted = expected["gradients"][tensor]
+        np.testing.assert_allclose(gradient, wanted, atol=2e-5 * np.abs(wanted).max(), rtol=1e-4, err_msg=tensor)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_training_step_equals_transformers(name: str, root: Path, ranks: list[dict[str, Any]]) -> None:
+    """Biases, tied embeddings and padded vocabularies too."""
+    assert_equals_transformers(root / "models" / name, [rank[name]["step"] for rank in ranks])
+
+
+# model_type, config, trainer
+STEPS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "llama-tied-pp2-dp2": ("llama", {"tie_word_embeddings": True}, {"pp": 2}),
+    "llama-tied-tp2-pp2": ("llama", {"tie_word_embeddings": True}, {"tp": 2, "pp": 2}),
+    "qwen2-tp4": ("qwen2", {}, {"tp": 4}),  # two ranks per KV head, whose bias is cut
+    "qwen3-tied-tp4": ("qwen3", {"tie_word_embeddings": True}, {"tp": 4}),
+    "mixtral-tied-tp2-etp2-ep2": ("mixtral", {"tie_word_embeddings": True}, {"tp": 2, "ep": 2, "etp": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def four_ranks(root: Path) -> list[dict[str, dict[str, Any]]]:
+    calls = {
+        name: (write_tiny_family(root / "models" / name, model_type, **config), sizes)
+        for name, (model_type, config, sizes) in STEPS.items()
+    }
+    return run_ranks("tests.distributed.family_ranks:steps", 4, timeout_s=500, calls=calls)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_training_step_on_four_ranks_equals_transformers(
+    name: str, root: Path, four_ranks: list[dict[str, Any]]
+) -> None:
+    assert_equals_transformers(root / "models" / name, [rank[name] for rank in four_ranks])
 
 
 @pytest.mark.parametrize("stage", ["loaded", "trained"])
