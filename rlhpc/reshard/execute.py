@@ -20,7 +20,8 @@ from rlhpc.reshard.plan import ITEM_BYTES, Index, ReshardPlan, ShardCopy, Traffi
 def region(buffer: torch.Tensor, offset: Index, extent: Index) -> torch.Tensor:
     """The box of `buffer` that begins at `offset`, as a view of shape `extent`."""
     for dim, (start, length) in enumerate(zip(offset, extent, strict=True)):
-        buffer = buffer.narrow(dim, start, length)
+        if (start, length) != (0, buffer.shape[dim]):
+            buffer = buffer.narrow(dim, start, length)
     return buffer
 
 
@@ -244,8 +245,15 @@ def _parts(bucket: torch.Tensor, extents: Sequence[Index]) -> list[torch.Tensor]
 
 
 def _copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    """On CUDA whole blocks of memory take a launch together; a list with one that isn't would be copied singly."""
+    blocks: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    for target, source in zip(targets, sources, strict=True):
+        if target.is_cuda and target.is_contiguous() and source.is_contiguous():
+            blocks[target.dtype, source.dtype].append((target.view(-1), source.view(-1)))
+        else:
+            target.copy_(source)
+    for pairs in blocks.values():
+        torch._foreach_copy_(*zip(*pairs, strict=True))
 
 
 def collect(
