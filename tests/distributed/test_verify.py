@@ -16,6 +16,7 @@ EXPERT = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
 EXPECTED = {
     "expert swapped": [(EXPERT.format(1, e, x), "2:4, 0:16", 1) for e in (2, 5) for x in ("gate", "up")],
     "gate and up exchanged": [(EXPERT.format(0, 6, x), "0:2, 0:16", 0) for x in ("gate", "up")],
+    "rows exchanged": [(EXPERT.format(2, 4, "down"), "0:16, 0:2", 0)],
     "bit flipped": [("lm_head.weight", "64:70, 0:16", 2)],
     "shard missing": [("model.layers.2.self_attn.o_proj.weight", "0:16, 24:32", 3)],
     "wrong KV head": [("model.layers.3.self_attn.k_proj.weight", "0:4, 0:16", 1)],

@@ -55,7 +55,8 @@ def layer(i: int, parameter: str) -> str:
     return f"model.layers.{i}.{parameter}"
 
 
-W13, QKV = "mlp.experts.routed_experts.w13_weight", "self_attn.qkv_proj.weight"
+W13, W2 = (f"mlp.experts.routed_experts.w{x}_weight" for x in ("13", "2"))
+QKV = "self_attn.qkv_proj.weight"
 
 
 def expert_swapped(held: Buffers, old: Buffers, weights: dict[str, np.ndarray]) -> None:
@@ -65,6 +66,11 @@ def expert_swapped(held: Buffers, old: Buffers, weights: dict[str, np.ndarray]) 
 def gate_and_up_exchanged(held: Buffers, old: Buffers, weights: dict[str, np.ndarray]) -> None:
     one = held[layer(0, W13)][6]
     one.copy_(one.roll(len(one) // 2, 0))
+
+
+def rows_exchanged(held: Buffers, old: Buffers, weights: dict[str, np.ndarray]) -> None:
+    one = held[layer(2, W2)][4]
+    one[[9, 3]] = one[[3, 9]]
 
 
 def bit_flipped(held: Buffers, old: Buffers, weights: dict[str, np.ndarray]) -> None:
@@ -94,6 +100,7 @@ def layers_exchanged(held: Buffers, old: Buffers, weights: dict[str, np.ndarray]
 DAMAGES: dict[str, tuple[int, Callable[[Buffers, Buffers, dict[str, np.ndarray]], None]]] = {
     "expert swapped": (1, expert_swapped),
     "gate and up exchanged": (0, gate_and_up_exchanged),
+    "rows exchanged": (0, rows_exchanged),
     "bit flipped": (2, bit_flipped),
     "shard missing": (3, shard_missing),
     "wrong KV head": (1, wrong_kv_head),
@@ -173,6 +180,6 @@ def vllm_shapes(facts: Any) -> dict[str, tuple[int, ...]]:
             layer(i, "self_attn.k_norm.weight"): (HEAD_DIM,),
             layer(i, "mlp.gate.weight"): (facts.num_experts, ROW),
             layer(i, W13): (facts.num_experts, 2 * inter, ROW),
-            layer(i, "mlp.experts.routed_experts.w2_weight"): (facts.num_experts, ROW, inter),
+            layer(i, W2): (facts.num_experts, ROW, inter),
         }
     return shapes
