@@ -51,7 +51,13 @@ def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMem
     dtype = ref.model.dtype
     size = DTYPE_BYTES[dtype]
     trainer = family.trainer_specs(model_config, layout, dtype)
-    rollout = family.rollout_specs(model_config, ref.rollout.tensor_model_parallel_size, ranks, dtype)
+    rollout = family.rollout_specs(
+        model_config,
+        ref.rollout.tensor_model_parallel_size,
+        ranks,
+        dtype,
+        expert_parallel=ref.rollout.expert_parallel_size > 1,
+    )
     dense, experts = (_elements(group, layout.world_size) for group in _split(trainer))
     engine = _elements(rollout, layout.world_size)
     per_element = MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
@@ -97,7 +103,7 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
     yield f"ranks     {layout.world_size} = {cfg.trainer.nnodes} nodes * {cfg.trainer.n_gpus_per_node}"
     yield f"trainer   dense    tp={layout.tp} cp={layout.cp} pp={layout.pp} dp={layout.dp}"
     yield f"          experts  etp={layout.etp} ep={layout.ep} pp={layout.pp} edp={layout.edp}"
-    yield f"rollout   {replicas} replicas of tp={ref.rollout.tensor_model_parallel_size}"
+    yield f"rollout   {replicas} replicas of tp={ref.rollout.tensor_model_parallel_size} ep={ref.rollout.expert_parallel_size}"
     yield (
         f"step      {batch} prompts * n={ref.rollout.n} = {batch * ref.rollout.n} trajectories, "
         f"{updates} optimizer steps"
