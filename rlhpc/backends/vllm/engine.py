@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import warnings
@@ -187,6 +188,8 @@ class VllmEngine:
         """Makes the written weights the ones that generate; prefixes computed with the old are dropped."""
         with self._compiler():
             self._sink.end_publish(policy_version)
+        if self._device == "cpu":
+            _free_replaced_weights()
         self._llm.reset_prefix_cache()
         logger.debug("policy version %d published", policy_version)
 
@@ -227,6 +230,14 @@ def require_agreement(digest: int, group: dist.ProcessGroup) -> None:
             f"{', '.join(f'{value:016x}' for value in values)}: every rank must generate with the "
             "same prompts, sampling, seed and weights"
         )
+
+
+def _free_replaced_weights() -> None:
+    """Modules that refer to each other hold them until a collection, and glibc's malloc keeps their pages: together
+    more than a model's size on every rank."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 _said_awake: list[str] = []
