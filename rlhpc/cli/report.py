@@ -27,6 +27,7 @@ LEARNING = (
     "reward/timeout_rate",
     "perf/throughput",
 )
+VISIBLE_SHARE = 0.005  # of the time; thinner phases would only fill the plot's legend
 
 
 def report(run_dir: Path, plot: Path | None = None) -> str:
@@ -84,13 +85,15 @@ def write_plot(rows: Rows, path: Path) -> Path:
     validation.set(title="validation", xlabel="step")
     if validation.lines:
         validation.legend()
-    phases = [f"timing_s/{phase}" for phase in timing_shares(rows)]
+    phases = [f"timing_s/{phase}" for phase, (_, share) in timing_shares(rows).items() if share >= VISIBLE_SHARE]
     steps = [row["step"] for row in rows]
     if phases:
         stacked = [[row.get(name) or 0.0 for row in rows] for name in phases]
         timing.stackplot(steps, stacked, labels=[name.removeprefix("timing_s/") for name in phases])
-        timing.legend()
+        timing.legend(*(entries[::-1] for entries in timing.get_legend_handles_labels()), bbox_to_anchor=(1, 1))
     timing.set(title="time", xlabel="step", ylabel="s")
+    for axes in (reward, validation, timing):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
