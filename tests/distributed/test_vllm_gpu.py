@@ -20,8 +20,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 VOCAB = 90  # padded to 128
-# (largest, mean) difference of a sampled token's logprob; a router's near tie may pick another expert in bfloat16
-TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (0.5, 0.05)}
+# Nats, the share of sampled tokens that may be further off, and the mean: in bfloat16 a router's near tie may pick
+# another expert, and a token's logprob jumps (0.57 nats seen).
+TOLERANCES = {"float32": (1e-3, 0.0, 1e-4), "bfloat16": (0.2, 0.05, 0.05)}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_both_sinks(models: tuple[Path, Path], dtype: str, tp: int, rollout: dic
         old=str(old), new=str(new), tp=tp, dtype=dtype, prompts=prompts,
         gpu_memory_utilization=0.3, max_num_seqs=16, **rollout,
     )  # fmt: skip
-    largest, mean = TOLERANCES[dtype]
+    nats, share, mean = TOLERANCES[dtype]
     for result in ranks:
         assert result["old unequal"] == result["new unequal"] == result["unchanged"] == []
         assert result["direct kept bytes"] <= 2**20 and result["reference kept bytes"] <= 2**20
@@ -77,7 +78,7 @@ def test_both_sinks(models: tuple[Path, Path], dtype: str, tp: int, rollout: dic
             model_dir = {"old": old, "new": new}[published]
             assert all((sample["cached"] >= 128) == (published == "old") for sample in samples)
             found = gaps(samples, model_dir, dtype)
-            assert found.max() < largest and found.mean() < mean
+            assert np.mean(found > nats) <= share and found.mean() < mean, np.sort(found)[-8:]
             other = gaps(samples, {"old": new, "new": old}[published], dtype)
             assert other.mean() > 0.2  # the models do differ
         for model in ("old", "new"):
