@@ -239,6 +239,12 @@ def _lengths(case: _Case) -> Iterator[str]:
     for name, limit, fix in limits:
         if limit is not None and longest > limit:
             yield f"{told} = {longest} tokens exceed {name}={limit}; {fix or f'set it to at least {longest}'}"
+    asked, positions = ref.rollout.max_model_len, case.facts.max_positions
+    if asked is not None and asked > positions:
+        yield (
+            f"{_ROLLOUT}.max_model_len={asked} exceeds the model's max_position_embeddings={positions}, where vLLM "
+            f"ends; set at most {positions}, or null"
+        )
     if ref.rollout.max_num_batched_tokens < ref.rollout.max_num_seqs:
         yield (
             f"{_ROLLOUT}.max_num_seqs={ref.rollout.max_num_seqs} exceeds max_num_batched_tokens="

@@ -78,7 +78,7 @@ def diff(old: RunConfig | Mapping[str, Any], new: RunConfig | Mapping[str, Any])
 
 
 def suggest(key: str) -> str:
-    """The end of a message: the keys whose last part is near, the nearest first, else near as a whole; "" if none is."""
+    """The end of a message: the keys whose last part is near, nearest first, else near as a whole; "" if none is."""
     by_name: dict[str, list[str]] = {}
     for known, _ in _leaf_types():
         by_name.setdefault(known.rpartition(".")[2], []).append(known)

@@ -72,6 +72,7 @@ RTP, REP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_
         ({EP: 4, RTP: 2}, 4),
         ({EP: 2, ETP: 2, TP: 2}, 4),
         ({f"{ROLLOUT}.max_model_len": 200, f"{ACTOR}.ppo_max_token_len_per_gpu": 200}, 4),
+        ({f"{ROLLOUT}.max_model_len": 512}, 4),
         ({"data.max_prompt_length": 412}, 4),  # 412 + 100 = 512 positions
         (
             {
@@ -122,6 +123,7 @@ def test_allowed(overrides, world_size):
             4,
             ["= 200 tokens exceed", "max_model_len=199", "set it to 200 or null"],
         ),
+        ({f"{ROLLOUT}.max_model_len": 513}, 4, ["max_model_len=513 exceeds", "=512", "at most 512, or null"]),
         ({f"{ACTOR}.ppo_max_token_len_per_gpu": 199}, 4, ["ppo_max_token_len_per_gpu=199", "at least 200"]),
         ({f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 9}, 4, ["rollout.log_prob_max_token_len_per_gpu=9"]),
         (
