@@ -103,7 +103,8 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
     yield f"ranks     {layout.world_size} = {cfg.trainer.nnodes} nodes * {cfg.trainer.n_gpus_per_node}"
     yield f"trainer   dense    tp={layout.tp} cp={layout.cp} pp={layout.pp} dp={layout.dp}"
     yield f"          experts  etp={layout.etp} ep={layout.ep} pp={layout.pp} edp={layout.edp}"
-    yield f"rollout   {replicas} replicas of tp={ref.rollout.tensor_model_parallel_size} ep={ref.rollout.expert_parallel_size}"
+    tp, ep = ref.rollout.tensor_model_parallel_size, ref.rollout.expert_parallel_size
+    yield f"rollout   {replicas} replicas of tp={tp} ep={ep}"
     yield (
         f"step      {batch} prompts * n={ref.rollout.n} = {batch * ref.rollout.n} trajectories, "
         f"{updates} optimizer steps"
