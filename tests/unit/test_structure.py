@@ -35,6 +35,7 @@ PURE = {
     "rlhpc/checkpoint/identity.py": set(),
     "rlhpc/checkpoint/manifest.py": {"xxhash"},
     "rlhpc/checkpoint/": {"torch", "safetensors"},
+    "rlhpc/reshard/flat.py": {"torch"},
     "rlhpc/reshard/plan.py": {"numpy", "torch", "xxhash"},
     "rlhpc/algorithms/": {"numpy", "torch"},
     "rlhpc/data/readers.py": {"pyarrow"},

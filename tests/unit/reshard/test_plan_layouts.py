@@ -19,6 +19,7 @@ from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for, model_facts
 from rlhpc.reshard.plan import ShardCopy, plan
 from tests.unit.reshard.reference import CONFIGS, Arrays, rollout_buffers, trainer_buffers
+from tests.unit.reshard.test_plan import by_ranks
 
 SMALL = {
     "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
@@ -98,8 +99,10 @@ def empty(side: Side) -> dict[int, Arrays]:
     return {rank: {name: np.zeros_like(a) for name, a in buffers.items()} for rank, buffers in side.buffers.items()}
 
 
-def check(src: Side, dst: Side) -> None:
+def check(src: Side, dst: Side, rank: int) -> None:
     copies = plan(src.specs, dst.specs)
+    mine = by_ranks(copies.copies_of(rank))
+    assert mine == {ranks: part for ranks, part in by_ranks(copies.copies).items() if rank in ranks}
     size = 1 + max(int(array.max()) for buffers in src.buffers.values() for array in buffers.values())
     owned = np.zeros((size, NUM_RANKS), bool)  # of every element, by rank
     for rank, buffers in src.buffers.items():
@@ -137,7 +140,7 @@ def _slices(offset: Index, shape: Index) -> tuple[slice | int, ...]:
 def test_every_element_arrives_once_from_a_fair_owner(model: str) -> None:
     rng = random.Random(model)
     for _ in range(250):
-        check(*random_pair(rng, model))
+        check(*random_pair(rng, model), rank=rng.randrange(8))
 
 
 def test_replicas_share_all_that_experts_and_layers_repeat() -> None:
