@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,11 +145,8 @@ def modules_of(*prefixes: str) -> list[str]:
     return [name for name in names if any(under(name, prefix) for prefix in prefixes)]
 
 
-def test_loading_rlhpc_is_quick_and_loads_nothing_else() -> None:
-    begin = time.perf_counter()
-    loaded = loaded_by("rlhpc")
-    assert time.perf_counter() - begin < 1.0
-    assert not loaded - sys.stdlib_module_names - loaded_by("sys") - {"rlhpc"}
+def test_loading_rlhpc_loads_nothing_else() -> None:
+    assert not loaded_by("rlhpc") - sys.stdlib_module_names - loaded_by("sys") - {"rlhpc"}
 
 
 def test_stdlib_layers_load_without_numpy_and_torch() -> None:
