@@ -103,6 +103,17 @@ class Round:
     sends: dict[int, list[Move]] = field(default_factory=dict)
     receives: dict[int, list[Move]] = field(default_factory=dict)
 
+    def num_bytes(self, moves: Iterable[Move]) -> int:
+        return sum(move.numel for move in moves) * ITEM_BYTES[self.dtype]
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(map(self.num_bytes, self.sends.values()))
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(map(self.num_bytes, self.receives.values()))
+
 
 def rounds(plan: ReshardPlan, rank: int, bucket_bytes: int) -> list[Round]:
     """The remote copies of `rank` as exchanges in which no rank has more than `bucket_bytes` to send and received
@@ -166,8 +177,8 @@ def _deal(moves: Sequence[Move], num_parts: int) -> list[list[Move]]:
 class Resharder:
     """One rank's part in a plan. Ranks of the plan are the ranks of `group` (default: the world).
 
-    The extra memory at any time is one send and one receive buffer, together at most `bucket_bytes`. The same
-    object may run any number of times.
+    The extra memory during a run is one bucket of at most `bucket_bytes`, which holds what a round sends and what it
+    receives. The same object may run any number of times.
     """
 
     def __init__(
@@ -200,43 +211,46 @@ class Resharder:
         self.received_bytes = 0
         with torch.no_grad():
             _copy_moves(self._local, src_buffers, dst_buffers)
-            if self._rounds:
-                device = next(iter((*src_buffers.values(), *dst_buffers.values()))).device
-                for exchange in self._rounds:
-                    self._exchange(exchange, src_buffers, dst_buffers, device)
+            if not self._rounds:
+                return
+            # Once for all rounds: fresh host memory costs as much time as filling it.
+            device = next(iter((*src_buffers.values(), *dst_buffers.values()))).device
+            largest = max(each.sent_bytes + each.received_bytes for each in self._rounds)
+            bucket = torch.empty(largest, dtype=torch.uint8, device=device)
+            for each in self._rounds:
+                self._exchange(each, src_buffers, dst_buffers, bucket)
 
     def _exchange(
         self,
         exchange: Round,
         src_buffers: Mapping[str, torch.Tensor],
         dst_buffers: Mapping[str, torch.Tensor],
-        device: torch.device,
+        bucket: torch.Tensor,
     ) -> None:
         dtype = getattr(torch, exchange.dtype)
         peers = range(dist.get_world_size(self.group))
         sends, receives = ([side.get(peer, []) for peer in peers] for side in (exchange.sends, exchange.receives))
-        send_sizes, receive_sizes = ([sum(m.numel for m in moves) for moves in side] for side in (sends, receives))
-        outgoing = torch.empty(sum(send_sizes), dtype=dtype, device=device)
-        incoming = torch.empty(sum(receive_sizes), dtype=dtype, device=device)
+        outgoing, incoming, _ = torch.tensor_split(
+            bucket, (exchange.sent_bytes, exchange.sent_bytes + exchange.received_bytes)
+        )
         leaving = [move for moves in sends for move in moves]
         _copy_each(  # casts
-            _parts(outgoing, [move.src_extent for move in leaving]),
+            _parts(outgoing.view(dtype), [move.src_extent for move in leaving]),
             [region(src_buffers[m.src_buffer], m.src_offset, m.src_extent) for m in leaving],
         )
-        item = ITEM_BYTES[exchange.dtype]
         dist.all_to_all_single(  # as bytes: no backend needs to know the dtype
-            incoming.view(torch.uint8),
-            outgoing.view(torch.uint8),
-            [size * item for size in receive_sizes],
-            [size * item for size in send_sizes],
+            incoming,
+            outgoing,
+            [exchange.num_bytes(moves) for moves in receives],
+            [exchange.num_bytes(moves) for moves in sends],
             group=self.group,
         )
         arriving = [move for moves in receives for move in moves]
         _copy_each(
             [region(dst_buffers[m.dst_buffer], m.dst_offset, m.dst_extent) for m in arriving],
-            _parts(incoming, [move.dst_extent for move in arriving]),
+            _parts(incoming.view(dtype), [move.dst_extent for move in arriving]),
         )
-        self.received_bytes += incoming.numel() * item
+        self.received_bytes += exchange.received_bytes
 
 
 def _parts(bucket: torch.Tensor, extents: Sequence[Index]) -> list[torch.Tensor]:
@@ -253,7 +267,7 @@ def _copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None
         else:
             target.copy_(source)
     for pairs in blocks.values():
-        torch._foreach_copy_(*zip(*pairs, strict=True))
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def collect(
