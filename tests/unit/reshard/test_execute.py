@@ -9,7 +9,7 @@ import torch
 from rlhpc.errors import ConfigError, EngineError, ModelError
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import Shard, ShardSpec
-from rlhpc.reshard.execute import Resharder, merge, rounds
+from rlhpc.reshard.execute import Move, Resharder, _deal, merge, region, rounds
 from rlhpc.reshard.families import family_for, model_facts
 from rlhpc.reshard.plan import ITEM_BYTES, ReshardPlan, plan
 from rlhpc.reshard.verify import fingerprint, verify
@@ -58,6 +58,26 @@ def test_consecutive_experts_travel_as_one() -> None:
     assert len(moves) == 4 * 3
     assert (moves[0].src_offset, moves[0].src_extent) == ((0, 4, 0), (4, 4, 16))
     assert (moves[0].dst_offset, moves[0].dst_extent) == ((0, 0, 0), (4, 4, 16))
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_cut_move_copies_the_same(back: bool) -> None:
+    """A box of a stack to a box of a tensor without one, and back, in 7 parts of 36 elements: 5 or 6 each."""
+    stacked, single = ((2, 1, 1, 0), (1, 4, 3, 3)), ((0, 2, 1), (4, 3, 3))
+    stack, other = torch.arange(240.0).view(4, 5, 4, 3), -torch.arange(96.0).view(4, 6, 4)
+    move = Move(0, "src", *stacked, 1, "dst", *single) if not back else Move(0, "src", *single, 1, "dst", *stacked)
+    src, dst = (stack, other) if not back else (other, stack)
+    expected = dst.clone()
+    if back:
+        expected[2, 1:, 1:] = src[:, 2:5, 1:]
+    else:
+        expected[:, 2:5, 1:] = src[2, 1:, 1:]
+    parts = _deal([move], 7)
+    assert [sum(part.numel for part in parts_of) for parts_of in parts] == [5, 5, 5, 5, 5, 5, 6]
+    for part in (part for parts_of in parts for part in parts_of):
+        values = region(src, part.src_offset, part.src_extent)
+        region(dst, part.dst_offset, part.dst_extent).copy_(values.reshape(part.dst_extent))
+    assert torch.equal(dst, expected)
 
 
 def filled() -> tuple[ReshardPlan, dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, np.ndarray]]:
