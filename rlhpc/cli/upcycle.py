@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from rlhpc.errors import ConfigError, ModelError
 from rlhpc.reshard.families import FAMILIES
-from rlhpc.reshard.hf import FILE_BYTES, IGNORABLE, INDEX_NAME, NOT_COPIED, READABLE, SINGLE_NAME, tensor_files
+from rlhpc.reshard.hf import FILE_BYTES, INDEX_NAME, NOT_COPIED, SINGLE_NAME, check_hf
 
 DENSE, SPARSE = FAMILIES["llama"], FAMILIES["mixtral"]
 LLAMA_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp", "rope_interleaved", "is_llama_config")
@@ -121,28 +121,15 @@ class _Source:
     """The dense model's tensors, read one at a time."""
 
     def __init__(self, directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes, self._files = shapes, tensor_files(directory)
-        if missing := sorted(shapes.keys() - self._files.keys()):
-            raise ModelError(f"{directory} lacks {len(missing)} tensors of its config.json: {', '.join(missing[:4])}")
-        known = shapes.keys() | {"lm_head.weight"}  # a tied model's files may repeat the embedding as a head
-        extra = sorted(name for name in self._files.keys() - known if not name.endswith(IGNORABLE))
-        if extra:
-            raise ModelError(
-                f"{directory} holds {len(extra)} tensors that a dense Llama hasn't: {', '.join(extra[:4])}"
-            )
+        self._files = check_hf(directory, shapes)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         path = self._files[name]
         try:
             with safe_open(path, framework="pt") as file:
-                dtype = file.get_slice(name).get_dtype()
                 tensor: torch.Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: {name} can't be read ({error}); copy the file again") from error
-        if dtype not in READABLE:
-            raise ModelError(f"{path}: {name} has dtype {dtype}; readable are {', '.join(READABLE)}")
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise ModelError(f"{path}: {name} has shape {tuple(tensor.shape)}; config.json asks {self._shapes[name]}")
         return tensor
 
 

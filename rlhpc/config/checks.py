@@ -29,6 +29,7 @@ class _Case:
     cfg: RunConfig
     facts: ModelFacts
     world_size: int
+    device: str  # cpu | cuda | auto: not known yet
 
 
 def check_run(cfg: RunConfig) -> dict[str, Any]:
@@ -37,8 +38,17 @@ def check_run(cfg: RunConfig) -> dict[str, Any]:
         raise ConfigError("launch.mode=slurm is not available yet; use launch=local inside an allocation")
     _check_files(cfg)
     model_config = read_model_config(cfg.actor_rollout_ref.model.path)
-    check(cfg, model_config, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
+    check(cfg, model_config, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node, device=device_of(cfg))
     return model_config
+
+
+def device_of(cfg: RunConfig) -> str:
+    """ "cpu" or "cuda": what trainer.device says, and for "auto" what this machine has."""
+    import torch
+
+    if cfg.trainer.device != "auto":
+        return cfg.trainer.device
+    return "cuda" if torch.cuda.device_count() >= cfg.trainer.n_gpus_per_node else "cpu"
 
 
 def read_model_config(path: str | Path) -> dict[str, Any]:
@@ -63,16 +73,17 @@ def read_model_config(path: str | Path) -> dict[str, Any]:
     return model_config
 
 
-def check(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int) -> None:
+def check(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int, *, device: str | None = None) -> None:
     """Raises ConfigError that lists every violation, one a line; ModelError where the model isn't supported.
 
-    `model_config` is the parsed HF config.json; `world_size` the number of ranks over all nodes.
+    `model_config` is the parsed HF config.json; `world_size` the number of ranks over all nodes; `device` what they
+    run on, where that is known better than trainer.device tells.
     """
     from rlhpc.reshard.families import model_facts
 
     problems = [*out_of_range(cfg), *unknown_names(cfg)]
     if not problems:  # the arithmetic below wants sizes of at least 1
-        case = _Case(cfg, model_facts(model_config), world_size)
+        case = _Case(cfg, model_facts(model_config), world_size, device or cfg.trainer.device)
         problems = [problem for rule in _RULES for problem in rule(case)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -138,7 +149,7 @@ def _rollout_experts(case: _Case) -> Iterator[str]:
         yield f"{told} must be 1 or tensor_model_parallel_size={tp}: experts are spread over a replica or not"
     if ep > 1 and not case.facts.num_experts:
         yield f"{told} needs a mixture of experts, this model has none; set 1"
-    if ep > 1 and case.cfg.trainer.device == "cpu":
+    if ep > 1 and case.device == "cpu":
         yield f"{told} needs GPUs: vLLM's CPU build ends in a segmentation fault with it; set 1"
 
 
@@ -156,7 +167,7 @@ def _model(case: _Case) -> Iterator[str]:
     yield from _must_divide(f"{_MEGATRON}.pipeline_model_parallel_size", pp, "num_hidden_layers", facts.num_layers)
     padded_vocab = -(-facts.vocab_size // 64) * 64  # vLLM's padding
     yield from _must_divide(_ROLLOUT_TP, rollout_tp, "the padded vocabulary", padded_vocab)
-    if case.cfg.trainer.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
+    if case.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
         supported = ", ".join(map(str, CPU_HEAD_DIMS))
         yield f"{_ROLLOUT}: vLLM's CPU build has no attention for head_dim={facts.head_dim}, only for {supported}"
     yield from (_experts if facts.num_experts else _dense_mlp)(case)
@@ -182,11 +193,12 @@ def _dense_mlp(case: _Case) -> Iterator[str]:
     for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
         if (size := getattr(megatron, name)) != 1:
             yield f"{_MEGATRON}.{name}={size} needs a mixture of experts, this model has none; set 1"
-    if megatron.moe_aux_loss_coeff:
-        yield (
-            f"{_MEGATRON}.moe_aux_loss_coeff={megatron.moe_aux_loss_coeff} needs a mixture of experts, this model has "
-            "none; set 0"
-        )
+    for name, value, off in (
+        ("moe_aux_loss_coeff", megatron.moe_aux_loss_coeff, "0"),
+        ("freeze_moe_router", megatron.freeze_moe_router, "false"),
+    ):
+        if value:
+            yield f"{_MEGATRON}.{name}={str(value).lower()} needs a mixture of experts, this model has none; set {off}"
     trainer_tp = megatron.tensor_model_parallel_size
     yield from _must_divide(f"{_MEGATRON}.tensor_model_parallel_size", trainer_tp, "intermediate_size", width)
     yield from _must_divide(_ROLLOUT_TP, rollout_tp, "intermediate_size", width)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from math import prod
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from rlhpc.errors import CheckpointError, ModelError
 from rlhpc.layout.spec import Shard, ShardSpec
 from rlhpc.reshard.execute import Resharder, region
+from rlhpc.reshard.families.family import EMBED, HEAD
 from rlhpc.reshard.plan import ITEM_BYTES, plan
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
@@ -35,27 +36,65 @@ def load_hf(directory: Path, specs: Sequence[ShardSpec], rank: int, buffers: Map
     """
     directory = Path(directory)
     files = tensor_files(directory)
-    _check_names(directory, files, specs)
+    _check_names(directory, files, {spec.name for spec in specs})
     wanted: dict[Path, list[tuple[ShardSpec, Shard]]] = defaultdict(list)
     for spec in specs:
-        for shard in spec.shards:
-            if shard.rank == rank:
-                wanted[files[spec.name]].append((spec, shard))
+        for shard in spec.on(rank):
+            wanted[files[spec.name]].append((spec, shard))
     for path, boxes in sorted(wanted.items()):
         with _open(path) as file:
-            held = set(file.keys())
+            _check_shapes(path, file, {spec.name: spec.shape for spec, _ in boxes})
             for spec, shard in boxes:
-                if spec.name not in held:
-                    raise ModelError(f"{path} lacks {spec.name}, which {INDEX_NAME} says it holds")
-                _read(path, file, spec, shard, buffers[shard.buffer])
+                _read(file, spec, shard, buffers[shard.buffer])
 
 
-def _read(path: Path, file: safe_open, spec: ShardSpec, shard: Shard, buffer: torch.Tensor) -> None:
+def check_hf(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Path]:
+    """The file of every tensor, after looking at all files' headers and reading no more: what `load_hf` would refuse on
+    some rank is refused here, before anything starts.
+
+    So is a head of its own beside embeddings that config.json ties (that one is read): Transformers would use it, vLLM
+    would not. `shapes`: the model's canonical tensors. Raises ModelError as `load_hf` does.
+    """
+    directory = Path(directory)
+    files = tensor_files(directory)
+    _check_names(directory, files, shapes.keys())
+    wanted: dict[Path, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for name, shape in shapes.items():
+        wanted[files[name]][name] = shape
+    if HEAD in files.keys() - shapes.keys():
+        wanted[files[HEAD]][HEAD] = shapes[EMBED]
+    for path, inside in sorted(wanted.items()):
+        with _open(path) as file:
+            _check_shapes(path, file, inside)
+    if HEAD in files.keys() - shapes.keys():
+        _check_tied(directory, files, shapes[EMBED][0])
+    return files
+
+
+def _check_shapes(path: Path, file: safe_open, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if absent := sorted(shapes.keys() - set(file.keys())):
+        raise ModelError(f"{path} lacks {absent[0]}, which {INDEX_NAME} says it holds; copy both again")
+    for name, asked in shapes.items():
+        header = file.get_slice(name)
+        if (shape := tuple(header.get_shape())) != asked:
+            raise ModelError(f"{path}: {name} has shape {shape}; config.json asks for {asked}")
+        if (dtype := header.get_dtype()) not in READABLE:
+            raise ModelError(f"{path}: {name} has dtype {dtype}; readable are {', '.join(READABLE)}")
+
+
+def _check_tied(directory: Path, files: Mapping[str, Path], rows: int, block: int = 16384) -> None:
+    with _open(files[EMBED]) as embeddings, _open(files[HEAD]) as heads:
+        embedding, head = embeddings.get_slice(EMBED), heads.get_slice(HEAD)
+        starts = range(0, rows, block)
+        if not all(torch.equal(embedding[i : i + block].float(), head[i : i + block].float()) for i in starts):
+            raise ModelError(
+                f"{directory}: config.json ties the embeddings, yet {HEAD} differs from {EMBED}; set "
+                "tie_word_embeddings to false if the head was trained, or remove it from the files"
+            )
+
+
+def _read(file: safe_open, spec: ShardSpec, shard: Shard, buffer: torch.Tensor) -> None:
     source = file.get_slice(spec.name)
-    if (shape := tuple(source.get_shape())) != spec.shape:
-        raise ModelError(f"{path}: {spec.name} has shape {shape}; config.json asks for {spec.shape}")
-    if (dtype := source.get_dtype()) not in READABLE:
-        raise ModelError(f"{path}: {spec.name} has dtype {dtype}; readable are {', '.join(READABLE)}")
     box = source[tuple(slice(a, b) for a, b in zip(shard.start, shard.stop, strict=True))]
     extent = (1,) * (len(shard.offset) - box.dim()) + tuple(box.shape)
     with torch.no_grad():
@@ -68,7 +107,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     if index.exists():
         try:
             names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{index} is damaged ({error!r}); copy it again from the model's source") from error
         files = {name: directory / file for name, file in names.items()}
         if missing := sorted({str(path) for path in files.values() if not path.exists()}):
@@ -87,14 +126,13 @@ def _open(path: Path) -> safe_open:
         raise ModelError(f"{path} can't be read ({error}): truncated or damaged; copy it again") from error
 
 
-def _check_names(directory: Path, files: Mapping[str, Path], specs: Iterable[ShardSpec]) -> None:
-    known = {spec.name for spec in specs}
+def _check_names(directory: Path, files: Mapping[str, Path], known: Set[str]) -> None:
     if missing := sorted(known - files.keys()):
         raise ModelError(
             f"{directory} lacks {len(missing)} tensors that config.json asks for: {', '.join(missing[:4])}"
         )
     # A tied model's files may repeat the embedding as a head of its own.
-    extra = sorted(n for n in files.keys() - known - {"lm_head.weight"} if not n.endswith(IGNORABLE))
+    extra = sorted(n for n in files.keys() - known - {HEAD} if not n.endswith(IGNORABLE))
     if extra:
         raise ModelError(
             f"{directory} holds {len(extra)} tensors that config.json's model hasn't: {', '.join(extra[:4])}"

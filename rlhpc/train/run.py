@@ -14,12 +14,14 @@ from rlhpc.checkpoint.identity import check_identity
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.ray_local import local_ray
 from rlhpc.cluster.stop import StopFlag
-from rlhpc.config.checks import read_model_config
+from rlhpc.config.checks import device_of, read_model_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.cursor import PromptCursor
 from rlhpc.data.dataset import load_prompts
 from rlhpc.errors import ConfigError, ModelError
 from rlhpc.metrics.reporter import Reporter
+from rlhpc.reshard.families import family_for
+from rlhpc.reshard.hf import check_hf
 from rlhpc.rewards import RewardPool
 from rlhpc.train.context import Run
 from rlhpc.train.loop import train
@@ -38,13 +40,16 @@ def run(cfg: RunConfig) -> int:
     """
     directory = Path(cfg.run_dir).absolute()
     device = resolve_device(cfg)
+    model_dir = Path(cfg.actor_rollout_ref.model.path)
+    model_config = read_model_config(model_dir)
+    check_hf(model_dir, family_for(model_config).canonical_tensors(model_config))
     stop = StopFlag()
     with ExitStack() as stack:
         stack.enter_context(run_lock(directory))
         check_identity(
             directory,
             asdict(cfg),
-            read_model_config(cfg.actor_rollout_ref.model.path),
+            model_config,
             trained=(directory / "metrics.jsonl").exists(),
         )
         tokenizer = load_tokenizer(cfg)
@@ -100,16 +105,13 @@ def resolve_device(cfg: RunConfig) -> str:
     """ "cpu" or "cuda", as trainer.device asks and the machine allows."""
     import torch
 
-    available = torch.cuda.device_count()
-    asked = cfg.trainer.device
-    if asked == "cuda" and available < cfg.trainer.n_gpus_per_node:
+    device, available = device_of(cfg), torch.cuda.device_count()
+    if device == "cuda" and available < cfg.trainer.n_gpus_per_node:
         raise ConfigError(
             f"trainer.device=cuda with trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}, but this machine "
             f"shows {available} GPUs; set trainer.n_gpus_per_node={available} or trainer.device=cpu"
         )
-    if asked == "auto":
-        return "cuda" if available >= cfg.trainer.n_gpus_per_node else "cpu"
-    return asked
+    return device
 
 
 def load_tokenizer(cfg: RunConfig) -> Any:

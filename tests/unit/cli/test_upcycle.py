@@ -155,15 +155,19 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(tmp_path):
     refused("model_type='qwen3_moe' is not a dense Llama", model_type="qwen3_moe")
     refused("attention_bias=True is not supported for llama", attention_bias=True)
     refused("quantization_config=.* is not supported", quantization_config={"quant_method": "fp8"})
-    refused("has shape .80, 48.; config.json asks .64, 48.", intermediate_size=64)
-    refused("lacks 9 tensors of its config.json: model.layers.2.input_layernorm.weight", num_hidden_layers=3)
-    refused("holds 9 tensors that a dense Llama hasn't: model.layers.1", num_hidden_layers=1)
+    refused("has shape .80, 48.; config.json asks for .64, 48.", intermediate_size=64)
+    refused("lacks 9 tensors that config.json asks for: model.layers.2.input_layernorm.weight", num_hidden_layers=3)
+    refused("holds 9 tensors that config.json's model hasn't: model.layers.1", num_hidden_layers=1)
+    weights = load_file(dense / "model.safetensors")
+    head = weights["model.embed_tokens.weight"] + 1
+    save_file(weights | {"lm_head.weight": head}, dense / "model.safetensors", metadata={"format": "pt"})
+    refused("ties the embeddings, yet lm_head.weight differs from model.embed_tokens.weight")
+    save_file(weights, dense / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="dense exists; choose another directory"):
         upcycle(dense, dense, recipe)
     with pytest.raises(ModelError, match="nowhere/config.json can't be read as JSON"):
         upcycle(tmp_path / "nowhere", tmp_path / "moe", recipe)
-    weights = (dense / "model.safetensors").read_bytes()
-    (dense / "model.safetensors").write_bytes(weights[:-1000])
+    (dense / "model.safetensors").write_bytes((dense / "model.safetensors").read_bytes()[:-1000])
     with pytest.raises(ModelError, match="model.safetensors can't be read"):
         upcycle(dense, tmp_path / "moe", recipe)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]

@@ -197,6 +197,20 @@ def test_an_engine_that_holds_whole_experts_must_divide_their_number_and_not_the
     assert line == f"{REP}=2 must divide num_experts=9; choose 1, 3, 9"
 
 
+def test_options_of_experts_on_a_dense_model():
+    dense = MODEL | {"model_type": "qwen3"}
+    lines = violations_of({EP: 2, ETP: 2, f"{M}.moe_aux_loss_coeff": 0.1, f"{M}.freeze_moe_router": True}, 4, dense)
+    assert lines == [
+        f"{key} needs a mixture of experts, this model has none; set {off}"
+        for key, off in (
+            (f"{EP}=2", "1"),
+            (f"{ETP}=2", "1"),
+            (f"{M}.moe_aux_loss_coeff=0.1", "0"),
+            (f"{M}.freeze_moe_router=true", "false"),
+        )
+    ]
+
+
 def test_kv_heads():
     model = MODEL | {"num_attention_heads": 12, "num_key_value_heads": 4}
     line = "must divide num_key_value_heads=4 or be a multiple of it; choose 1, 2, 4 or a multiple of 4"
@@ -212,6 +226,22 @@ def test_head_dims_of_vllm_on_a_cpu():
     [line] = violations_of(on["cpu"], 4, MODEL | {"head_dim": 16})
     assert "no attention for head_dim=16, only for 32, 64, 80" in line
     assert violations_of(on["cuda"], 4, MODEL | {"head_dim": 16}) == []
+
+
+def test_the_device_that_auto_becomes_is_checked(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    more_than_any_machine_has = {"trainer.n_gpus_per_node": 1024, "trainer.device": "auto"}
+    overrides = {
+        "actor_rollout_ref.model.path": str(model_dir(tmp_path)),
+        "data.train_files": str(tmp_path / "train.jsonl"),
+        f"{ACTOR}.ppo_mini_batch_size": 1024,
+        "data.train_batch_size": 1024,
+        RTP: 2,
+        REP: 2,
+    }
+    with pytest.raises(ConfigError, match=f"{REP}=2 needs GPUs"):
+        check_run(config(overrides | more_than_any_machine_has))
+    check_run(config(overrides | more_than_any_machine_has | {"trainer.device": "cuda"}))  # planned for elsewhere
 
 
 def test_expert_width_and_vocabulary():

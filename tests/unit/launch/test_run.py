@@ -107,6 +107,21 @@ def test_plan_prints_the_layout_and_starts_nothing(tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_damaged_model_is_refused_before_anything_starts(tmp_path):
+    index = {"weight_map": {name: "model-00001-of-00002.safetensors" for name in ("lm_head.weight", "a", "b")}}
+    arguments = [*tiny(tmp_path), "run_dir=run"]
+    done = start(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and "neither model.safetensors.index.json nor model.safetensors" in done.stderr
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    done = start(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    missing = tmp_path / "model" / "model-00001-of-00002.safetensors"
+    assert done.stderr == (
+        f"error: model.safetensors.index.json names files that are missing: {missing}; copy them again\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_points_of_a_sweep_write_apart(tmp_path):
     done = start("-m", *tiny(tmp_path), "seed=0,1", "launch.dry_run=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

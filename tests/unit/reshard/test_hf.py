@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from rlhpc.errors import ModelError
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.reshard.families import family_for, model_facts
-from rlhpc.reshard.hf import load_hf
+from rlhpc.reshard.hf import check_hf, load_hf
 from tests.unit.reshard.reference import CONFIG, canonical_arrays, trainer_buffers
 
 SINGLE = ParallelLayout(1, 1, 1, 1, 1, 1)
@@ -46,6 +46,22 @@ def empty_buffers(layout: ParallelLayout, rank: int, dtype: torch.dtype) -> dict
 
 
 def load(directory: Path, layout: ParallelLayout = SINGLE, rank: int = 0) -> dict[str, torch.Tensor]:
+    """Through both doors: what the check before the start refuses, a rank refuses in the same words."""
+    told: list[str] = []
+    try:
+        check_hf(directory, family_for(CONFIG).canonical_tensors(CONFIG))
+    except ModelError as error:
+        told.append(str(error))
+    try:
+        buffers = load_unchecked(directory, layout, rank)
+    except ModelError as error:
+        assert told == [str(error)]
+        raise
+    assert told == []
+    return buffers
+
+
+def load_unchecked(directory: Path, layout: ParallelLayout, rank: int) -> dict[str, torch.Tensor]:
     buffers = empty_buffers(layout, rank, torch.float32)
     load_hf(directory, family_for(CONFIG).trainer_specs(CONFIG, layout, "float32"), rank, buffers)
     return buffers
@@ -81,11 +97,23 @@ def test_known_extras_are_ignored(tmp_path: Path, tensors: dict[str, torch.Tenso
 
 
 def test_tied_model_may_repeat_its_embedding_as_head(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    save_file(tensors, tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    write_indexed(tmp_path, tensors | {"lm_head.weight": embedding.clone()})
     config = CONFIG | {"tie_word_embeddings": True}
+    check_hf(tmp_path, family_for(config).canonical_tensors(config))
     buffers = empty_buffers(SINGLE, 0, torch.float32)
     load_hf(tmp_path, family_for(config).trainer_specs(config, SINGLE, "float32"), 0, buffers)
-    assert torch.equal(buffers["embedding.word_embeddings.weight"], tensors["model.embed_tokens.weight"])
+    assert torch.equal(buffers["embedding.word_embeddings.weight"], embedding)
+
+
+def test_tied_model_with_a_trained_head(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Transformers unties it with a warning, vLLM ties it and says nothing."""
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    write_indexed(tmp_path, tensors | {"lm_head.weight": head})
+    config = CONFIG | {"tie_word_embeddings": True}
+    with pytest.raises(ModelError, match=r"lm_head.weight differs from model.embed_tokens.weight; set tie_word"):
+        check_hf(tmp_path, family_for(config).canonical_tensors(config))
 
 
 def test_directory_without_weights(tmp_path: Path) -> None:
@@ -111,7 +139,7 @@ def test_truncated_file(tmp_path: Path, tensors: dict[str, torch.Tensor], keep: 
 
 def test_damaged_index(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     write_indexed(tmp_path, tensors)
-    for text in ("{", '{"metadata": {}}'):
+    for text in ("{", '{"metadata": {}}', "[]"):
         (tmp_path / "model.safetensors.index.json").write_text(text)
         with pytest.raises(ModelError, match=r"model.safetensors.index.json is damaged"):
             load(tmp_path)
