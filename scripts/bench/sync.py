@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,10 @@ PLANNED: tuple[tuple[str, dict[str, Any], ParallelLayout, int, bool], ...] = (
 )
 
 
-def local_buffers(specs: Sequence[ShardSpec], rank: int, device: str, fill: float | None) -> dict[str, torch.Tensor]:
-    """Tensors as large as the rank's shards need: random, or filled with one value."""
+def local_buffers(
+    specs: Sequence[ShardSpec], rank: int, device: str, make: Callable[..., torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors as large as the rank's shards need."""
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in specs:
         for shard in spec.on(rank):
@@ -118,20 +121,19 @@ def local_buffers(specs: Sequence[ShardSpec], rank: int, device: str, fill: floa
             end = [o + e for o, e in zip(shard.offset, [1] * (len(shard.offset) - len(extent)) + extent, strict=True)]
             shapes[shard.buffer] = tuple(map(max, shapes.get(shard.buffer, end), end))
     dtype = getattr(torch, specs[0].dtype)
-    make = torch.randn if fill is None else torch.empty
-    tensors = {name: make(shape, device=device, dtype=dtype) for name, shape in shapes.items()}
-    return tensors if fill is None else {name: tensor.fill_(fill) for name, tensor in tensors.items()}
+    return {name: make(shape, device=device, dtype=dtype) for name, shape in shapes.items()}
 
 
 def seconds(device: str, repeats: int, run: Callable[..., object], *arguments: Any) -> list[float]:
     """Of the slowest rank, for every repeat after one that doesn't count."""
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
     measured = []
     for _ in range(repeats + 1):
         dist.barrier()
+        finish()
         begin = time.perf_counter()
         run(*arguments)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        finish()
         measured.append(time.perf_counter() - begin)
     every: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, measured[1:])
@@ -140,8 +142,8 @@ def seconds(device: str, repeats: int, run: Callable[..., object], *arguments: A
 
 def floors(copies: ReshardPlan, rank: int, device: str, repeats: int) -> tuple[list[float], list[float]]:
     """Seconds of one contiguous local copy and of one all-to-all of this plan's bytes."""
-    source = torch.zeros(copies.local_bytes(rank), dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
+    filled = partial(torch.ones, dtype=torch.uint8, device=device)  # fresh zeros are one page of memory, read often
+    source, target = filled(copies.local_bytes(rank)), filled(copies.local_bytes(rank))
     local = seconds(device, repeats, target.copy_, source)
     del source, target
     sends, receives = ([0] * dist.get_world_size() for _ in range(2))
@@ -151,7 +153,7 @@ def floors(copies: ReshardPlan, rank: int, device: str, repeats: int) -> tuple[l
             side[peer] += copies.copy_bytes(copy)
     if not copies.remote_bytes:
         return local, [0.0]
-    outgoing, incoming = (torch.zeros(sum(side), dtype=torch.uint8, device=device) for side in (sends, receives))
+    outgoing, incoming = filled(sum(sends)), filled(sum(receives))
     return local, seconds(device, repeats, dist.all_to_all_single, incoming, outgoing, receives, sends)
 
 
@@ -176,7 +178,7 @@ def measure(case: Case, device: str, dtype: str, repeats: int) -> dict[str, Any]
     rank, ranks = dist.get_rank(), range(case.num_ranks)
     arguments = (MODELS[case.model], case.layout, case.rollout_tp, case.expert_parallel, dtype)
     src, dst, resharder, planning = planned(*arguments, rank)
-    held, needed = local_buffers(src, rank, device, None), local_buffers(dst, rank, device, 0.0)
+    held, needed = local_buffers(src, rank, device, torch.randn), local_buffers(dst, rank, device, torch.zeros)
     sync = seconds(device, repeats, resharder.run, held, needed)
     verify(resharder.plan, held, needed, rank)
     del held, needed
