@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,12 @@ class Upcycling:
             raise ConfigError(
                 f"experts_per_token={self.experts_per_token} must be within 1..num_experts={self.num_experts}"
             )
-        if self.router_std <= 0:
+        if not 0 < self.router_std < inf:
             raise ConfigError(
                 f"router_std={self.router_std} must be positive: equal routers use the same experts always"
             )
-        if self.expert_noise < 0:
-            raise ConfigError(f"expert_noise={self.expert_noise} must not be negative")
+        if not 0 <= self.expert_noise < inf:
+            raise ConfigError(f"expert_noise={self.expert_noise} must be at least 0")
 
 
 def upcycle(source: Path, target: Path, recipe: Upcycling, *, file_bytes: int = FILE_BYTES) -> str:

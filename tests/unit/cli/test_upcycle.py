@@ -180,8 +180,11 @@ def test_recipes_that_make_no_sense():
         Upcycling(0, 1)
     with pytest.raises(ConfigError, match="router_std=0.0 must be positive"):
         Upcycling(4, 2, router_std=0.0)
-    with pytest.raises(ConfigError, match="expert_noise=-1.0 must not be negative"):
-        Upcycling(4, 2, expert_noise=-1.0)
+    with pytest.raises(ConfigError, match="router_std=nan must be positive"):
+        Upcycling(4, 2, router_std=float("nan"))
+    for noise in (-1.0, float("inf")):
+        with pytest.raises(ConfigError, match=f"expert_noise={noise} must be at least 0"):
+            Upcycling(4, 2, expert_noise=noise)
 
 
 def test_the_command(tmp_path, capsys):
