@@ -47,11 +47,12 @@ class Upcycling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_experts < 1:
-            raise ConfigError(f"num_experts={self.num_experts} must be at least 1")
-        if not 1 <= self.experts_per_token <= self.num_experts:
+        if self.num_experts < 2:
+            raise ConfigError(f"num_experts={self.num_experts} must be at least 2")
+        if not 2 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
-                f"experts_per_token={self.experts_per_token} must be within 1..num_experts={self.num_experts}"
+                f"experts_per_token={self.experts_per_token} must be within 2..num_experts={self.num_experts}: Mixtral "
+                "gives a single expert the weight 1 whatever its router says, which then learns nothing"
             )
         if not 0 < self.router_std < inf:
             raise ConfigError(

@@ -52,7 +52,7 @@ def transformer_config(
         moe_ffn_hidden_size=facts.moe_intermediate_size or None,
         moe_router_topk=facts.experts_per_token,
         # softmax over the chosen logits equals softmax over all, then top-k, then renormalisation
-        moe_router_pre_softmax=not facts.norm_topk_prob or facts.experts_per_token == 1,
+        moe_router_pre_softmax=not facts.norm_topk_prob,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="aux_loss" if balance_coeff else "none",
         moe_aux_loss_coeff=balance_coeff,

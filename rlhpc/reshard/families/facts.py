@@ -134,10 +134,15 @@ def rope(hf_config: HfConfig) -> tuple[float, Llama3Scaling | None]:
 
 
 def decoder_facts(
-    hf_config: HfConfig, *, sparse: bool = False, qk_norm: bool = False, qkv_bias: bool = False
+    hf_config: HfConfig,
+    *,
+    sparse: bool = False,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    norm_topk_prob: bool | None = None,
 ) -> ModelFacts:
     """Facts that Llama-like decoders share; refuses, by name, what no family here supports. `sparse`: every MLP is a
-    mixture of experts."""
+    mixture of experts. `norm_topk_prob`: None where config.json tells."""
     refuse(hf_config, "hidden_act", ("silu",))
     refuse(hf_config, "use_sliding_window", (None, False))
     refuse(hf_config, "quantization_config", (None,))
@@ -161,7 +166,7 @@ def decoder_facts(
         num_experts=experts,
         experts_per_token=int(required(hf_config, "num_experts_per_tok")) if sparse else 0,
         moe_intermediate_size=int(required(hf_config, "moe_intermediate_size", "intermediate_size")) if sparse else 0,
-        norm_topk_prob=bool(hf_config.get("norm_topk_prob", False)),
+        norm_topk_prob=bool(hf_config.get("norm_topk_prob", False) if norm_topk_prob is None else norm_topk_prob),
         vocab_size=int(required(hf_config, "vocab_size")),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -177,4 +182,9 @@ def decoder_facts(
         )
     if facts.experts_per_token > experts:
         raise ModelError(f"config.json: num_experts_per_tok={facts.experts_per_token} exceeds num_experts={experts}")
+    if facts.experts_per_token == 1 and facts.norm_topk_prob:
+        raise ModelError(
+            "config.json: num_experts_per_tok=1 is not supported where routing weights are renormalised: the only "
+            "weight is always 1, so routers get no gradient; set at least 2, or norm_topk_prob=false where there is one"
+        )
     return facts

@@ -3,8 +3,6 @@ always renormalised over the chosen experts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rlhpc.reshard.families.facts import HfConfig, ModelFacts, decoder_facts, refuse
 from rlhpc.reshard.families.family import Family
 from rlhpc.reshard.families.parts import attention, sparse_mlp
@@ -13,7 +11,7 @@ from rlhpc.reshard.families.parts import attention, sparse_mlp
 def model_facts(hf_config: HfConfig) -> ModelFacts:
     refuse(hf_config, "sliding_window", (None,))
     refuse(hf_config, "router_jitter_noise", (None, 0, 0.0))
-    return replace(decoder_facts(hf_config, sparse=True), norm_topk_prob=True)
+    return decoder_facts(hf_config, sparse=True, norm_topk_prob=True)
 
 
 MIXTRAL = Family(

@@ -90,8 +90,8 @@ def test_routers_choose_different_experts_for_different_tokens(tmp_path):
 
 def test_files_are_split_by_size_and_indexed(tmp_path):
     dense = write_dense(tmp_path / "dense")
-    upcycle(dense, tmp_path / "one", Upcycling(2, 1))
-    upcycle(dense, tmp_path / "many", Upcycling(2, 1), file_bytes=40_000)
+    upcycle(dense, tmp_path / "one", Upcycling(2, 2))
+    upcycle(dense, tmp_path / "many", Upcycling(2, 2), file_bytes=40_000)
     assert [path.name for path in (tmp_path / "one").glob("*.safetensors*")] == ["model.safetensors"]
     index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
     files = sorted((tmp_path / "many").glob("*.safetensors"))
@@ -116,7 +116,7 @@ def test_sharded_bfloat16_in_and_out(tmp_path):
     weight_map = {n: f"{i}.safetensors" for i, part in enumerate((names[::2], names[1::2])) for n in part}
     (dense / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     os.unlink(dense / "model.safetensors")
-    upcycle(dense, tmp_path / "moe", Upcycling(2, 1))
+    upcycle(dense, tmp_path / "moe", Upcycling(2, 2))
     with safe_open(tmp_path / "moe/model.safetensors", framework="pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
         up = file.get_tensor("model.layers.1.block_sparse_moe.experts.1.w3.weight")
@@ -125,7 +125,7 @@ def test_sharded_bfloat16_in_and_out(tmp_path):
 
 def test_noise_parts_the_experts(tmp_path):
     dense = write_dense(tmp_path / "dense")
-    upcycle(dense, tmp_path / "moe", Upcycling(2, 1, expert_noise=0.1, seed=3))
+    upcycle(dense, tmp_path / "moe", Upcycling(2, 2, expert_noise=0.1, seed=3))
     source, held = tensors(dense), tensors(tmp_path / "moe")
     for projection, name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
         weight = source[f"model.layers.0.mlp.{name}.weight"]
@@ -133,8 +133,8 @@ def test_noise_parts_the_experts(tmp_path):
         for one in noise:
             assert one.std() / weight.std() == pytest.approx(0.1, rel=0.1)
         assert torch.corrcoef(torch.stack([n.flatten() for n in noise]))[0, 1].abs() < 0.1
-    upcycle(dense, tmp_path / "other", Upcycling(2, 1, expert_noise=0.1, seed=4))
-    upcycle(dense, tmp_path / "again", Upcycling(2, 1, expert_noise=0.1, seed=3))
+    upcycle(dense, tmp_path / "other", Upcycling(2, 2, expert_noise=0.1, seed=4))
+    upcycle(dense, tmp_path / "again", Upcycling(2, 2, expert_noise=0.1, seed=3))
     again, other = tensors(tmp_path / "again"), tensors(tmp_path / "other")
     drawn = {n for n in held if "block_sparse_moe" in n}
     assert {n for n in held if not torch.equal(held[n], other[n])} == drawn
@@ -174,8 +174,10 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(tmp_path):
 
 
 def test_recipes_that_make_no_sense():
-    with pytest.raises(ConfigError, match=r"experts_per_token=5 must be within 1..num_experts=4"):
+    with pytest.raises(ConfigError, match=r"experts_per_token=5 must be within 2..num_experts=4"):
         Upcycling(4, 5)
+    with pytest.raises(ConfigError, match="experts_per_token=1 must be .* a single expert the weight 1"):
+        Upcycling(4, 1)
     with pytest.raises(ConfigError, match="num_experts=0"):
         Upcycling(0, 1)
     with pytest.raises(ConfigError, match="router_std=0.0 must be positive"):
@@ -191,7 +193,7 @@ def test_the_command(tmp_path, capsys):
     dense = write_dense(tmp_path / "dense")
     arguments = ["upcycle", str(dense), str(tmp_path / "moe"), "--num-experts", "2", "--experts-per-token"]
     assert main([*arguments, "3"]) == 2
-    assert "error: experts_per_token=3 must be within 1..num_experts=2" in capsys.readouterr().err
+    assert "error: experts_per_token=3 must be within 2..num_experts=2" in capsys.readouterr().err
     assert main([*arguments, "2", "--router-std", "0.3", "--seed", "9"]) == 0
     assert "2 experts a layer, 2 per token" in capsys.readouterr().out
     upcycle(dense, tmp_path / "same", Upcycling(2, 2, router_std=0.3, seed=9))

@@ -142,6 +142,7 @@ def test_what_families_imply() -> None:
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported for mixtral"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported for mixtral"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported where routing weights"),
         ("mixtral", {"num_local_experts": None}, "config.json of mixtral lacks num_experts or num_local_experts"),
     ],
 )
@@ -165,6 +166,7 @@ def test_what_a_family_lacks_is_refused_by_name(model_type: str, change: dict[st
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_experts": None}, "lacks num_experts"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_experts=8"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported where routing weights are renormalised"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=8"),
         ({"vocab_size": None}, "lacks vocab_size"),
     ],
