@@ -140,6 +140,5 @@ def _elements(specs: Sequence[ShardSpec], world_size: int) -> list[int]:
     counts = [0] * world_size
     for spec in specs:
         for shard in spec.shards:
-            extents = (b - a for a, b in zip(shard.start, shard.stop, strict=True))
-            counts[shard.rank] += prod(extents)
+            counts[shard.rank] += prod(shard.shape)
     return counts

@@ -35,12 +35,12 @@ class ParallelLayout:
     Raises ConfigError where a grid doesn't divide `world_size`.
     """
 
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    etp: int
-    world_size: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    world_size: int = 1
 
     def __post_init__(self) -> None:
         for axis in ("tp", "pp", "cp", "ep", "etp", "world_size"):

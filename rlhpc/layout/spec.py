@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import add, sub
 from typing import NamedTuple, overload
 
 
@@ -21,6 +22,21 @@ class Shard:
     stop: tuple[int, ...]
     buffer: str
     offset: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the box, with the canonical tensor's rank."""
+        return tuple(map(sub, self.stop, self.start))
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Of the box, with the buffer's rank: `shape` after the ones of leading dimensions."""
+        return (1,) * (len(self.offset) - len(self.start)) + self.shape
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Where the box ends in the buffer, exclusive."""
+        return tuple(map(add, self.offset, self.extent))
 
 
 class Replicas(NamedTuple):
@@ -72,6 +88,12 @@ class ShardSpec:
     shape: tuple[int, ...]
     dtype: str  # "float32", "bfloat16", ...
     shards: Sequence[Shard]  # a tuple, or Shards
+
+    @property
+    def buffers(self) -> set[str]:
+        """The buffers of all ranks that hold a part."""
+        shards = Shards.of(self.shards)
+        return {shards.prefix + same.buffer for same in shards.replicas}
 
     def on(self, rank: int) -> Iterator[Shard]:
         """The shards of one rank."""

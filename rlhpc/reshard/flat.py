@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from operator import sub
+from operator import add, sub
 from typing import NamedTuple
 
 import torch
@@ -118,12 +118,11 @@ def flat_buffers(ranges: Iterable[FlatRange], states: Mapping[str, torch.Tensor]
 def _within(shard: Shard, view: FlatView) -> list[Shard]:
     """The part of the shard that lies in the view's box, if any."""
     lead = len(shard.offset) - len(shard.start)
-    extent = (1,) * lead + tuple(map(sub, shard.stop, shard.start))
     low = tuple(map(max, shard.offset, view.start))
-    high = tuple(min(o + e, s) for o, e, s in zip(shard.offset, extent, view.stop, strict=True))
+    high = tuple(map(min, shard.end, view.stop))
     if not all(a < b for a, b in zip(low, high, strict=True)):
         return []
     begin, length = tuple(map(sub, low, shard.offset))[lead:], tuple(map(sub, high, low))[lead:]
-    start = tuple(map(sum, zip(shard.start, begin, strict=True)))
-    stop = tuple(map(sum, zip(start, length, strict=True)))
+    start = tuple(map(add, shard.start, begin))
+    stop = tuple(map(add, start, length))
     return [Shard(shard.rank, start, stop, view.name, tuple(map(sub, low, view.start)))]

@@ -95,10 +95,9 @@ def _check_tied(directory: Path, files: Mapping[str, Path], rows: int, block: in
 
 def _read(file: safe_open, spec: ShardSpec, shard: Shard, buffer: torch.Tensor) -> None:
     source = file.get_slice(spec.name)
-    box = source[tuple(slice(a, b) for a, b in zip(shard.start, shard.stop, strict=True))]
-    extent = (1,) * (len(shard.offset) - box.dim()) + tuple(box.shape)
+    box = source[tuple(map(slice, shard.start, shard.stop))]
     with torch.no_grad():
-        region(buffer, shard.offset, extent).copy_(box.reshape(extent))
+        region(buffer, shard.offset, shard.extent).copy_(box.reshape(shard.extent))
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:

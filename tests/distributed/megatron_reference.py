@@ -31,9 +31,7 @@ class Case:
 
     @property
     def layout(self) -> ParallelLayout:
-        return ParallelLayout(
-            **dict.fromkeys(("tp", "pp", "cp", "ep", "etp"), 1) | self.sizes, world_size=self.world_size
-        )
+        return ParallelLayout(**self.sizes, world_size=self.world_size)
 
     @property
     def name(self) -> str:
@@ -220,11 +218,8 @@ def canonical_gradients(ranks: Sequence[dict[str, Any]]) -> dict[str, np.ndarray
     for spec in ranks[0]["specs"]:
         whole = np.full(spec.shape, np.nan, np.float32)
         for shard in spec.shards:
-            extent = [stop - start for start, stop in zip(shard.start, shard.stop, strict=True)]
-            lead = len(shard.offset) - len(extent)
-            inner = tuple(slice(o, o + e) for o, e in zip(shard.offset[lead:], extent, strict=True))
-            box = tuple(slice(*bounds) for bounds in zip(shard.start, shard.stop, strict=True))
-            values = local(shard.rank, shard.buffer)[(*shard.offset[:lead], *inner)]
+            box = tuple(map(slice, shard.start, shard.stop))
+            values = local(shard.rank, shard.buffer)[tuple(map(slice, shard.offset, shard.end))].reshape(shard.shape)
             known = ~np.isnan(whole[box])
             np.testing.assert_array_equal(whole[box][known], values[known])
             whole[box] = values

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from tests.distributed.ranks import run_ranks
 from tests.tiny_model import write_tiny_model
 
-EP2 = {"tp": 1, "pp": 1, "cp": 1, "ep": 2, "etp": 1}
+EP2 = {"ep": 2}
 CASES = {
     "ep2-to-tp2": (2, EP2, 2, ("float32", "float32"), 512 * 1024**2),
     "small-buckets": (2, EP2, 2, ("float32", "float32"), 600),
     "float32-to-bfloat16": (2, EP2, 2, ("float32", "bfloat16"), 4096),
     "to-two-replicas": (2, EP2, 1, ("bfloat16", "bfloat16"), 4096),
-    "tp2-pp2-ep2-to-tp4": (4, {"tp": 2, "pp": 2, "cp": 1, "ep": 2, "etp": 1}, 4, ("float32", "float32"), 4096),
-    "etp2-ep2-to-tp2": (4, {"tp": 4, "pp": 1, "cp": 1, "ep": 2, "etp": 2}, 2, ("float32", "float32"), 4096),
+    "tp2-pp2-ep2-to-tp4": (4, {"tp": 2, "pp": 2, "ep": 2}, 4, ("float32", "float32"), 4096),
+    "etp2-ep2-to-tp2": (4, {"tp": 4, "ep": 2, "etp": 2}, 2, ("float32", "float32"), 4096),
 }
 
 
@@ -51,10 +51,10 @@ def test_verify_names_the_region_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("world_size", "sizes"),
     [
-        (1, {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1}),
+        (1, {}),
         (2, EP2),
-        (2, {"tp": 2, "pp": 1, "cp": 1, "ep": 1, "etp": 2}),
-        (2, {"tp": 1, "pp": 2, "cp": 1, "ep": 1, "etp": 1}),
+        (2, {"tp": 2, "etp": 2}),
+        (2, {"pp": 2}),
     ],
     ids=["single", "ep2", "tp2", "pp2"],
 )

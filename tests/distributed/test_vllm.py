@@ -188,10 +188,8 @@ def test_a_publish_writes_every_element_of_every_parameter_once(
     specs = family_for(config).rollout_specs(config, 2, range(2), "float32")
     for rank, result in enumerate(rolled):
         writes = {name: np.zeros(shape, int) for name, shape in result["buffers"].items()}
-        for shard in (shard for spec in specs for shard in spec.shards if shard.rank == rank):
-            extents = [b - a for a, b in zip(shard.start, shard.stop, strict=True)]
-            extents = [1] * (len(shard.offset) - len(extents)) + extents
-            writes[shard.buffer][tuple(slice(o, o + e) for o, e in zip(shard.offset, extents, strict=True))] += 1
+        for shard in (shard for spec in specs for shard in spec.on(rank)):
+            writes[shard.buffer][tuple(map(slice, shard.offset, shard.end))] += 1
         assert all((count == 1).all() for count in writes.values())
 
 

@@ -106,25 +106,20 @@ def check_parameters(specs: Sequence[ShardSpec], rank: int, shapes: Mapping[str,
     """Holds the layout of `rank` against vLLM's parameters (name to shape): the same names, every shard within its
     parameter, no element left over. Returns the parameters with vocabulary padding, the only elements that no shard
     covers; a rank may hold nothing else of one. Raises EngineError naming the parameter."""
-    covered = {shard.buffer: 0 for spec in specs for shard in spec.shards}
+    covered = dict.fromkeys((buffer for spec in specs for buffer in spec.buffers), 0)
     if covered.keys() != shapes.keys():
         missing, unknown = sorted(covered.keys() - shapes.keys()), sorted(shapes.keys() - covered.keys())
         raise EngineError(
             f"vllm {private.VERSION} and the family's rollout layout name different parameters: "
             f"only in the layout {missing[:4]}, only in vLLM {unknown[:4]}"
         )
-    vocabulary = {shard.buffer for spec in specs if spec.name in (EMBED, HEAD) for shard in spec.shards}
+    vocabulary = {buffer for spec in specs if spec.name in (EMBED, HEAD) for buffer in spec.buffers}
     for spec in specs:
-        for shard in spec.shards:
-            if shard.rank != rank:
-                continue
-            extent = [b - a for a, b in zip(shard.start, shard.stop, strict=True)]
-            stacked = [1] * (len(shard.offset) - len(extent)) + extent
-            end = tuple(o + e for o, e in zip(shard.offset, stacked, strict=True))
-            shape = shapes[shard.buffer]
+        for shard in spec.on(rank):
+            shape, end = shapes[shard.buffer], shard.end
             if len(end) != len(shape) or any(e > s for e, s in zip(end, shape, strict=True)):
                 raise EngineError(f"vLLM's parameter {shard.buffer} has shape {shape}; {spec.name} ends at {end} in it")
-            covered[shard.buffer] += prod(extent)
+            covered[shard.buffer] += prod(shard.shape)
     padded = [name for name, numel in covered.items() if numel < prod(shapes[name])]
     if lost := [name for name in padded if name not in vocabulary]:
         raise EngineError(

@@ -37,3 +37,14 @@ def test_a_rank_sees_its_own() -> None:
         assert list(spec.on(3)) == list(LISTED[3:])
         assert list(spec.on(2)) == [LISTED[1]]
         assert list(spec.on(4)) == []
+
+
+def test_where_a_shard_lies_in_its_buffer() -> None:
+    stacked, flat = Shard(0, (2, 0), (4, 3), "w", (1, 5, 0)), Shard(0, (2,), (9,), "norm", (0,))
+    assert (stacked.shape, stacked.extent, stacked.end) == ((2, 3), (1, 2, 3), (2, 7, 3))
+    assert (flat.shape, flat.extent, flat.end) == ((7,), (7,), (7,))
+
+
+def test_the_buffers_of_all_ranks() -> None:
+    for shards in (LISTED, Shards(REPLICAS, "layers.5.")):
+        assert ShardSpec("layers.5.weight", (4, 4), "float32", shards).buffers == {"layers.5.w", "layers.5.copy"}
