@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from rlhpc.errors import ConfigError, ModelError
@@ -101,12 +102,37 @@ def refuse(hf_config: HfConfig, key: str, allowed: tuple[Any, ...]) -> None:
         )
 
 
-def required(hf_config: HfConfig, *names: str) -> Any:
-    """The value of the first name that is present: later ones are what other Transformers versions write."""
+def _present(hf_config: HfConfig, *names: str) -> str:
+    """The first name that has a value: later ones are what other Transformers versions write."""
     for name in names:
         if hf_config.get(name) is not None:
-            return hf_config[name]
+            return name
     raise ModelError(f"config.json of {hf_config.get('model_type')} lacks {' or '.join(names)}")
+
+
+def _size(hf_config: HfConfig, *names: str, default: int | None = None) -> int:
+    """A whole number of at least 1."""
+    if default is not None and all(hf_config.get(name) is None for name in names):
+        return default
+    name = _present(hf_config, *names)
+    if type(value := hf_config[name]) is not int or value < 1:  # True is an int to isinstance
+        raise ModelError(f"config.json: {name}={value!r} must be a whole number of at least 1")
+    return value
+
+
+def _positive(hf_config: HfConfig, name: str) -> float:
+    value = hf_config[_present(hf_config, name)]
+    if type(value) not in (int, float) or not 0 < value < inf:
+        raise ModelError(f"config.json: {name}={value!r} must be a number above 0")
+    return float(value)
+
+
+def _flag(hf_config: HfConfig, name: str) -> bool:
+    """False where it is absent or null."""
+    value = hf_config.get(name)
+    if value not in (None, False, True):
+        raise ModelError(f"config.json: {name}={value!r} must be true or false")
+    return bool(value)
 
 
 def rope(hf_config: HfConfig) -> tuple[float, Llama3Scaling | None]:
@@ -115,6 +141,8 @@ def rope(hf_config: HfConfig) -> tuple[float, Llama3Scaling | None]:
     parameters = dict(hf_config)
     for where in ("rope_scaling", "rope_parameters"):
         given = hf_config.get(where) or {}
+        if not isinstance(given, Mapping):
+            raise ModelError(f"config.json: {where}={given!r} must be an object, such as {{'rope_type': 'default'}}")
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in ("default", "llama3"):
             raise ModelError(
@@ -122,14 +150,14 @@ def rope(hf_config: HfConfig) -> tuple[float, Llama3Scaling | None]:
             )
         parameters |= given
     refuse(parameters, "partial_rotary_factor", (None, 1, 1.0))
-    theta = float(required(parameters, "rope_theta"))
+    theta = _positive(parameters, "rope_theta")
     if parameters.get("rope_type", parameters.get("type", "default")) == "default":
         return theta, None
     return theta, Llama3Scaling(
-        factor=float(required(parameters, "factor")),
-        low_freq_factor=float(required(parameters, "low_freq_factor")),
-        high_freq_factor=float(required(parameters, "high_freq_factor")),
-        original_positions=int(required(parameters, "original_max_position_embeddings")),
+        factor=_positive(parameters, "factor"),
+        low_freq_factor=_positive(parameters, "low_freq_factor"),
+        high_freq_factor=_positive(parameters, "high_freq_factor"),
+        original_positions=_size(parameters, "original_max_position_embeddings"),
     )
 
 
@@ -152,29 +180,29 @@ def decoder_facts(
         raise ModelError(
             f"config.json: layer_types {', '.join(sorted(unknown))} not supported; supported: full_attention"
         )
-    hidden, heads = int(required(hf_config, "hidden_size")), int(required(hf_config, "num_attention_heads"))
-    experts = int(required(hf_config, "num_experts", "num_local_experts")) if sparse else 0
+    hidden, heads = _size(hf_config, "hidden_size"), _size(hf_config, "num_attention_heads")
+    experts = _size(hf_config, "num_experts", "num_local_experts") if sparse else 0
     theta, scaling = rope(hf_config)
     facts = ModelFacts(
         model_type=str(hf_config["model_type"]),
-        num_layers=int(required(hf_config, "num_hidden_layers")),
+        num_layers=_size(hf_config, "num_hidden_layers"),
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=int(hf_config.get("num_key_value_heads") or heads),
-        head_dim=int(hf_config.get("head_dim") or hidden // heads),
-        intermediate_size=0 if sparse else int(required(hf_config, "intermediate_size")),
+        num_kv_heads=_size(hf_config, "num_key_value_heads", default=heads),
+        head_dim=_size(hf_config, "head_dim", default=hidden // heads),
+        intermediate_size=0 if sparse else _size(hf_config, "intermediate_size"),
         num_experts=experts,
-        experts_per_token=int(required(hf_config, "num_experts_per_tok")) if sparse else 0,
-        moe_intermediate_size=int(required(hf_config, "moe_intermediate_size", "intermediate_size")) if sparse else 0,
-        norm_topk_prob=bool(hf_config.get("norm_topk_prob", False) if norm_topk_prob is None else norm_topk_prob),
-        vocab_size=int(required(hf_config, "vocab_size")),
+        experts_per_token=_size(hf_config, "num_experts_per_tok") if sparse else 0,
+        moe_intermediate_size=_size(hf_config, "moe_intermediate_size", "intermediate_size") if sparse else 0,
+        norm_topk_prob=_flag(hf_config, "norm_topk_prob") if norm_topk_prob is None else norm_topk_prob,
+        vocab_size=_size(hf_config, "vocab_size"),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=float(required(hf_config, "rms_norm_eps")),
+        norm_eps=_positive(hf_config, "rms_norm_eps"),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
-        tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
-        max_positions=int(required(hf_config, "max_position_embeddings")),
+        tied_embeddings=_flag(hf_config, "tie_word_embeddings"),
+        max_positions=_size(hf_config, "max_position_embeddings"),
     )
     if facts.num_heads % facts.num_kv_heads:
         raise ModelError(

@@ -169,6 +169,15 @@ def test_what_a_family_lacks_is_refused_by_name(model_type: str, change: dict[st
         ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported where routing weights are renormalised"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=8"),
         ({"vocab_size": None}, "lacks vocab_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number of at least 1"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers='4' must be a whole number"),
+        ({"hidden_size": 16.5}, "hidden_size=16.5 must be a whole number"),
+        ({"head_dim": -4}, "head_dim=-4 must be a whole number"),
+        ({"num_key_value_heads": []}, r"num_key_value_heads=\[\] must be a whole number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a number above 0"),
+        ({"rope_theta": "1e6"}, "rope_theta='1e6' must be a number above 0"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
     ],
 )
 def test_unsupported_configs_are_refused_by_name(change: dict[str, object], message: str) -> None:
