@@ -110,10 +110,13 @@ def tensor_files(directory: Path) -> dict[str, Path]:
             raise ModelError(f"{index} is damaged ({error!r}); copy it again from the model's source") from error
         files = {name: directory / file for name, file in names.items()}
         if missing := sorted({str(path) for path in files.values() if not path.exists()}):
-            raise ModelError(f"{INDEX_NAME} names files that are missing: {', '.join(missing[:4])}; copy them again")
+            raise ModelError(f"{INDEX_NAME} names files that are missing: {_first(missing)}; copy them again")
         return files
     if not single.exists():
-        raise ModelError(f"{directory} has neither {INDEX_NAME} nor {SINGLE_NAME}; give an HF model directory")
+        raise ModelError(
+            f"{directory} has neither {INDEX_NAME} nor {SINGLE_NAME}; give an HF model directory with its weights as "
+            "safetensors"
+        )
     with _open(single) as file:
         return dict.fromkeys(file.keys(), single)
 
@@ -128,14 +131,20 @@ def _open(path: Path) -> safe_open:
 def _check_names(directory: Path, files: Mapping[str, Path], known: Set[str]) -> None:
     if missing := sorted(known - files.keys()):
         raise ModelError(
-            f"{directory} lacks {len(missing)} tensors that config.json asks for: {', '.join(missing[:4])}"
+            f"{directory} lacks {len(missing)} tensors that config.json asks for: {_first(missing)}; copy the "
+            "directory again, or mend config.json"
         )
     # A tied model's files may repeat the embedding as a head of its own.
     extra = sorted(n for n in files.keys() - known - {HEAD} if not n.endswith(IGNORABLE))
     if extra:
         raise ModelError(
-            f"{directory} holds {len(extra)} tensors that config.json's model hasn't: {', '.join(extra[:4])}"
+            f"{directory} holds {len(extra)} tensors that config.json's model hasn't: {_first(extra)}; is it config.json "
+            "of this model?"
         )
+
+
+def _first(names: Sequence[str], count: int = 4) -> str:
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
 
 
 def save_hf(

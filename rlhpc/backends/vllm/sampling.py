@@ -23,10 +23,13 @@ Prompts = Sequence[tuple[int, Sequence[int]]]
 def eos_token_ids(model_dir: Path, hf_config: Mapping[str, Any]) -> list[int]:
     """The tokens that end an answer: generation_config.json's `eos_token_id`, else config.json's.
 
-    Raises ModelError when neither names one.
+    Raises ModelError when neither names one, or generation_config.json is damaged.
     """
     path = model_dir / "generation_config.json"
-    generation = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        generation = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise ModelError(f"{path} can't be read as JSON: {error}; copy it again, or remove it") from error
     for config in (generation, hf_config):
         eos = config.get("eos_token_id")
         if eos is not None:
