@@ -138,8 +138,8 @@ def _check_names(directory: Path, files: Mapping[str, Path], known: Set[str]) ->
     extra = sorted(n for n in files.keys() - known - {HEAD} if not n.endswith(IGNORABLE))
     if extra:
         raise ModelError(
-            f"{directory} holds {len(extra)} tensors that config.json's model hasn't: {_first(extra)}; is it config.json "
-            "of this model?"
+            f"{directory} holds {len(extra)} tensors that config.json's model hasn't: {_first(extra)}; is it "
+            "this model's config.json?"
         )
 
 

@@ -22,7 +22,7 @@ def test_eos_prefers_the_generation_config(tmp_path: Path) -> None:
     assert eos_token_ids(tmp_path, {"eos_token_id": 2}) == [4, 9]
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(
-        ModelError, match=r"generation_config.json can't be read as JSON.*; copy it again, or remove it"
+        ModelError, match="generation_config.json can.t be read as JSON.*; copy it again, or remove"
     ):
         eos_token_ids(tmp_path, {"eos_token_id": 2})
     (tmp_path / "generation_config.json").unlink()
