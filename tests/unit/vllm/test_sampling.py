@@ -21,9 +21,7 @@ def test_eos_prefers_the_generation_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 4]}))
     assert eos_token_ids(tmp_path, {"eos_token_id": 2}) == [4, 9]
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(
-        ModelError, match="generation_config.json can.t be read as JSON.*; copy it again, or remove"
-    ):
+    with pytest.raises(ModelError, match="generation_config.json can.t be read as JSON.*; copy it again, or remove"):
         eos_token_ids(tmp_path, {"eos_token_id": 2})
     (tmp_path / "generation_config.json").unlink()
     with pytest.raises(ModelError, match="has an eos_token_id; add one"):
