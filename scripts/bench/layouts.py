@@ -11,16 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import tempfile
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from scripts.bench.learning import ROOT, hardware
+from scripts.bench.machine import RESULTS, hardware, versions
 from tests.distributed.megatron_reference import CASES, Case, transformers_step, whole_step
 from tests.distributed.ranks import run_ranks
 from tests.tiny_family import write_tiny_family
@@ -86,15 +84,14 @@ def compare(case: Case, outcomes: Iterable[dict[str, Any]], expected: dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "scripts/bench/results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         rows = measure(write_models(Path(directory)))
     report = {
         "command": "python -m scripts.bench.layouts",
         "hardware": hardware(),
-        "versions": {package: version(package) for package in ("torch", "megatron-core", "transformers")}
-        | {"python": platform.python_version()},
+        "versions": versions("torch", "megatron-core", "transformers"),
         "steps": rows,
     }
     args.out.mkdir(parents=True, exist_ok=True)

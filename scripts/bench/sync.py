@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -34,7 +33,7 @@ from rlhpc.reshard.execute import Resharder
 from rlhpc.reshard.families import family_for
 from rlhpc.reshard.plan import ReshardPlan, plan
 from rlhpc.reshard.verify import verify
-from scripts.bench.learning import ROOT, hardware
+from scripts.bench.machine import RESULTS, hardware, versions
 from scripts.make_tiny_model import tiny_config
 
 SMOLLM2_MOE = {  # SmolLM2-135M upcycled to 4 experts
@@ -71,9 +70,7 @@ class Case:
 
     @property
     def layout(self) -> ParallelLayout:
-        return ParallelLayout(
-            **{"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1} | self.trainer, world_size=self.num_ranks
-        )
+        return ParallelLayout(**self.trainer, world_size=self.num_ranks)
 
     @property
     def name(self) -> str:
@@ -105,8 +102,8 @@ CASES = (
 )
 # Planning alone: model, trainer, its ranks, rollout_tp, expert_parallel.
 PLANNED: tuple[tuple[str, dict[str, Any], ParallelLayout, int, bool], ...] = (
-    ("Qwen3-30B-A3B", QWEN3_30B, ParallelLayout(tp=4, pp=2, cp=1, ep=8, etp=1, world_size=32), 8, False),
-    ("DeepSeek-V3's shape", DEEPSEEK_V3_SHAPE, ParallelLayout(8, 1, 1, 64, 1, 512), 32, True),
+    ("Qwen3-30B-A3B", QWEN3_30B, ParallelLayout(tp=4, pp=2, ep=8, world_size=32), 8, False),
+    ("DeepSeek-V3's shape", DEEPSEEK_V3_SHAPE, ParallelLayout(tp=8, ep=64, world_size=512), 32, True),
 )
 
 
@@ -117,9 +114,7 @@ def local_buffers(
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in specs:
         for shard in spec.on(rank):
-            extent = [b - a for a, b in zip(shard.start, shard.stop, strict=True)]
-            end = [o + e for o, e in zip(shard.offset, [1] * (len(shard.offset) - len(extent)) + extent, strict=True)]
-            shapes[shard.buffer] = tuple(map(max, shapes.get(shard.buffer, end), end))
+            shapes[shard.buffer] = tuple(map(max, shapes.get(shard.buffer, shard.end), shard.end))
     dtype = getattr(torch, specs[0].dtype)
     return {name: make(shape, device=device, dtype=dtype) for name, shape in shapes.items()}
 
@@ -277,7 +272,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all on CUDA, those that fit a CPU else")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=ROOT / "scripts/bench/results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     models = args.models or (list(MODELS) if args.device == "cuda" else ["tiny", "smollm2-moe"])
     most = torch.cuda.device_count() if args.device == "cuda" else max(args.ranks)
@@ -291,7 +286,7 @@ def main() -> None:
     report = {
         "command": " ".join(["python -m scripts.bench.sync", *sys.argv[1:]]),
         "hardware": hardware() + (f", {most} x {gpu}" if gpu else ""),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions("torch"),
         "load_average": os.getloadavg()[0],
         "planning": planning_alone(),
         "syncs": rows,

@@ -1,0 +1,24 @@
+"""Where the benches run and keep their results."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "scripts/bench/results"
+
+
+def hardware() -> str:
+    """The number of cores and the processor's name."""
+    text = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"model name\s*: (.*)", text)
+    return f"{os.cpu_count()} cores, {model[1] if model else platform.processor()}"
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of the installed packages and of Python."""
+    return {package: version(package) for package in packages} | {"python": platform.python_version()}
