@@ -7,7 +7,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-MARKS = {"distributed": "distributed", "e2e": "distributed", "gpu": "gpu", "slurm": "slurm"}
+MARKS = {"distributed": "distributed", "e2e": "distributed", "slurm": "slurm"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
