@@ -16,7 +16,10 @@ from rlhpc.layout.parallel import divisors
 if TYPE_CHECKING:
     from rlhpc.reshard.families import ModelFacts
 
-MAKE_TINY = "python scripts/make_tiny_model.py"
+MADE_BY = {  # what experiments ask for and a script of ours makes
+    "assets/tiny_arithmetic": "run python scripts/make_tiny_model.py first",
+    "assets/smollm2": "run python scripts/make_smollm2.py and rlhpc upcycle first, as README.md shows",
+}
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32, attention/backends/cpu_attn.py
 GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")  # the group is the baseline
 
@@ -101,7 +104,7 @@ def _check_files(cfg: RunConfig) -> None:
 
 
 def _fix_path(path: str | Path) -> str:
-    return f"run {MAKE_TINY} first" if "tiny_arithmetic" in str(path) else "check the path"
+    return next((fix for asset, fix in MADE_BY.items() if asset in str(path)), "check the path")
 
 
 def _choose(choices: list[int]) -> str:

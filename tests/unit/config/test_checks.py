@@ -302,6 +302,8 @@ def test_missing_model(tmp_path):
         read_model_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="run python scripts/make_tiny_model.py first"):
         read_model_config("outputs/assets/tiny_arithmetic/nowhere")
+    with pytest.raises(ModelError, match="run python scripts/make_smollm2.py and rlhpc upcycle first, as README.md"):
+        read_model_config("outputs/assets/smollm2/nowhere")
     with pytest.raises(ModelError, match="config.json is missing"):
         read_model_config(tmp_path)
 
