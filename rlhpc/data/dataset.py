@@ -51,6 +51,19 @@ class PromptDataset:
         """The first `count` prompts; all for a negative count."""
         return self if count < 0 else PromptDataset(self.prompts[:count], self.num_overlong)
 
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raises DataError for a prompt that a model of this vocabulary can't continue, before a rank has to."""
+        for prompt in self.prompts:
+            if not len(prompt.token_ids):
+                raise DataError(
+                    f"prompt {prompt.prompt_id} has no tokens; remove the row, or set data.chat_template=true"
+                )
+            if (high := int(prompt.token_ids.max())) >= vocab_size:
+                raise DataError(
+                    f"prompt {prompt.prompt_id} ({prompt.text[:40]!r}) has token {high}, the model's vocabulary is "
+                    f"0 to {vocab_size - 1}: tokenizer and config.json in model.path don't belong together; copy them again"
+                )
+
 
 def load_prompts(
     files: str | Path | Sequence[str | Path] | None, tokenizer: Tokenizer, cfg: DataConfig

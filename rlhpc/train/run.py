@@ -42,7 +42,8 @@ def run(cfg: RunConfig) -> int:
     device = resolve_device(cfg)
     model_dir = Path(cfg.actor_rollout_ref.model.path)
     model_config = read_model_config(model_dir)
-    check_hf(model_dir, family_for(model_config).canonical_tensors(model_config))
+    family = family_for(model_config)
+    check_hf(model_dir, family.canonical_tensors(model_config))
     stop = StopFlag()
     with ExitStack() as stack:
         stack.enter_context(run_lock(directory))
@@ -57,6 +58,8 @@ def run(cfg: RunConfig) -> int:
         held_out = load_prompts(cfg.data.val_files, tokenizer, cfg.data) if cfg.data.val_files else None
         if held_out is not None and cfg.data.val_max_samples > 0:
             held_out = held_out.head(cfg.data.val_max_samples)
+        for prompts in filter(None, (dataset, held_out)):
+            prompts.check_tokens(family.model_facts(model_config).vocab_size)
         cursor = PromptCursor(len(dataset), cfg.data.train_batch_size, cfg.seed, cfg.data.shuffle)
         total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * cursor.batches_per_epoch
         num_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node

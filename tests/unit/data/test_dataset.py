@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from rlhpc.config.schema import DataConfig
-from rlhpc.data.dataset import load_prompts
+from rlhpc.data.dataset import PromptDataset, load_prompts
 from rlhpc.errors import DataError
 
 GSM8K = Path(__file__).parents[2] / "data" / "gsm8k.jsonl"
@@ -222,3 +222,14 @@ def test_seven_thousand_rows_load_in_seconds(tokenizer, cfg, tmp_path):
     start = time.process_time()
     assert len(load_prompts(path, tokenizer, replace(cfg, max_prompt_length=100))) == 7472
     assert time.process_time() - start < 5.0
+
+
+def test_prompts_that_the_model_cannot_continue(tmp_path, tokenizer, cfg):
+    path = write(tmp_path / "a.jsonl", plain("1+1=", "hello"))
+    dataset = load_prompts(path, tokenizer, cfg)  # [user] 1+1= [bot] is 2 5 4, hello is 11
+    dataset.check_tokens(12)
+    with pytest.raises(DataError, match=r"prompt 1 \('\[user\] hello \[bot\]'\) has token 11, .* 0 to 10: tokeni"):
+        dataset.check_tokens(11)
+    empty = PromptDataset((replace(dataset[0], token_ids=dataset[0].token_ids[:0]),))
+    with pytest.raises(DataError, match="prompt 0 has no tokens; remove the row"):
+        empty.check_tokens(12)
