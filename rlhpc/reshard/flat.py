@@ -18,9 +18,7 @@ from typing import NamedTuple
 import torch
 
 from rlhpc.layout.spec import Shard, ShardSpec
-
-Index = tuple[int, ...]
-Box = tuple[Index, Index]  # start, stop
+from rlhpc.reshard.plan import Box, Index
 
 
 def flat_boxes(shape: Index, start: int, stop: int) -> list[Box]:

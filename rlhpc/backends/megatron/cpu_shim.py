@@ -1,7 +1,8 @@
 """Lets megatron-core 0.16.1 run where there is no CUDA device.
 
-Nothing global is patched: torch itself stays as it is for every other user in the process (vLLM in particular), no
-torch operation gets slower, and on a CUDA machine `install` does only the last of these. Megatron's own modules get
+Nothing global stays patched: torch itself is as it was for every other user in the process (vLLM in particular), but
+for `Tensor.type` while the optimizer is built (`cuda_type_names`), and no torch operation gets slower. On a CUDA
+machine `install` does only the last of these. Megatron's own modules get
 
 * `torch`: a copy of the torch namespace whose `cuda` answers for the CPU and whose factories take device="cuda" for
   "cpu" (clip_grads.py, optimizer.py, schedules.py, mappings.py and others name the device literally);

@@ -94,10 +94,7 @@ class Optimizer:
         for part in self._parts():
             models = (
                 (part.model_fp32_groups, part.shard_fp32_groups),
-                (
-                    part.model_float16_groups,
-                    part.shard_fp32_from_float16_groups,
-                ),
+                (part.model_float16_groups, part.shard_fp32_from_float16_groups),
             )
             for model_groups, master_groups in models:
                 for parameters, masters in zip(model_groups, master_groups, strict=True):

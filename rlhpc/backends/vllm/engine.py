@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -240,11 +241,7 @@ def _free_replaced_weights() -> None:
         trim(0)
 
 
-_said_awake: list[str] = []
-
-
+@cache
 def _say_once_that_it_stays_awake(device: str) -> None:
-    if device not in _said_awake:
-        _said_awake.append(device)
-        reason = "vLLM has no sleep mode on CPU" if device != "cuda" else "rollout.free_cache_engine is off"
-        logger.info("the rollout engine keeps its memory between rollouts: %s", reason)
+    reason = "vLLM has no sleep mode on CPU" if device != "cuda" else "rollout.free_cache_engine is off"
+    logger.info("the rollout engine keeps its memory between rollouts: %s", reason)
