@@ -61,7 +61,7 @@ class PromptDataset:
             if (high := int(prompt.token_ids.max())) >= vocab_size:
                 raise DataError(
                     f"prompt {prompt.prompt_id} ({prompt.text[:40]!r}) has token {high}, the model's vocabulary is "
-                    f"0 to {vocab_size - 1}: tokenizer and config.json in model.path don't belong together; copy them again"
+                    f"0 to {vocab_size - 1}: the tokenizer in model.path isn't this model's; copy the directory again"
                 )
 
 

@@ -228,7 +228,7 @@ def test_prompts_that_the_model_cannot_continue(tmp_path, tokenizer, cfg):
     path = write(tmp_path / "a.jsonl", plain("1+1=", "hello"))
     dataset = load_prompts(path, tokenizer, cfg)  # [user] 1+1= [bot] is 2 5 4, hello is 11
     dataset.check_tokens(12)
-    with pytest.raises(DataError, match=r"prompt 1 \('\[user\] hello \[bot\]'\) has token 11, .* 0 to 10: tokeni"):
+    with pytest.raises(DataError, match=r"prompt 1 \('\[user\] hello \[bot\]'\) has token 11, .* 0 to 10: the tok"):
         dataset.check_tokens(11)
     empty = PromptDataset((replace(dataset[0], token_ids=dataset[0].token_ids[:0]),))
     with pytest.raises(DataError, match="prompt 0 has no tokens; remove the row"):
