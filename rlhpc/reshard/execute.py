@@ -50,19 +50,20 @@ class Move(NamedTuple):
         return prod(self.dst_extent)
 
     def followed_by(self, other: Move) -> Move | None:
-        """Both as one where `other` continues this along the stacking dimension of both buffers: consecutive
-        experts, whose copies would otherwise be launched one by one."""
-        stacked = len(self.src_offset) == len(self.dst_offset) > 2
+        """Both as one where `other` continues this along one dimension in both buffers: consecutive experts, then the
+        gate and up rows of the same experts. One copy of a large block is faster than many of small ones."""
+        apart = [d for d, (a, b) in enumerate(zip(self.src_offset, other.src_offset, strict=False)) if a != b]
+        if len(apart) != 1 or (self.src_buffer, self.dst_buffer) != (other.src_buffer, other.dst_buffer):
+            return None
+        (d,) = apart
+        extent, length = self.src_extent, self.src_extent[d]
         if (
-            stacked
-            and (self.src_buffer, self.dst_buffer) == (other.src_buffer, other.dst_buffer)
-            and (self.src_extent[1:], self.dst_extent[1:]) == (other.src_extent[1:], other.dst_extent[1:])
-            and (self.src_offset[1:], self.dst_offset[1:]) == (other.src_offset[1:], other.dst_offset[1:])
-            and self.src_offset[0] + self.src_extent[0] == other.src_offset[0]
-            and self.dst_offset[0] + self.dst_extent[0] == other.dst_offset[0]
+            self.dst_extent == extent
+            and other.src_extent == other.dst_extent == (*extent[:d], other.src_extent[d], *extent[d + 1 :])
+            and other.src_offset[d] == self.src_offset[d] + length
+            and other.dst_offset == (*self.dst_offset[:d], self.dst_offset[d] + length, *self.dst_offset[d + 1 :])
         ):
-            count = self.dst_extent[0] + other.dst_extent[0]
-            extent = (count, *self.dst_extent[1:])
+            extent = (*extent[:d], length + other.src_extent[d], *extent[d + 1 :])
             return self._replace(src_extent=extent, dst_extent=extent)
         return None
 
@@ -81,18 +82,21 @@ class Move(NamedTuple):
 
 
 def merge(copies: Iterable[ShardCopy]) -> list[Move]:
-    """Moves of the copies in order, consecutive experts of a pair of ranks merged."""
-    moves: list[Move] = []
+    """Moves of the copies in order, those of a pair of ranks merged where one continues the other."""
+    return _merge(_merge(map(Move.of, copies)))  # experts, then gate and up of as many
+
+
+def _merge(moves: Iterable[Move]) -> list[Move]:
+    merged: list[Move] = []
     last: dict[tuple[int, int], int] = {}  # index of a pair's latest move
-    for copy in copies:
-        move = Move.of(copy)
+    for move in moves:
         pair = (move.src_rank, move.dst_rank)
-        if pair in last and (both := moves[last[pair]].followed_by(move)):
-            moves[last[pair]] = both
+        if pair in last and (both := merged[last[pair]].followed_by(move)):
+            merged[last[pair]] = both
         else:
-            last[pair] = len(moves)
-            moves.append(move)
-    return moves
+            last[pair] = len(merged)
+            merged.append(move)
+    return merged
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,12 @@ def test_consecutive_experts_travel_as_one() -> None:
     assert len(moves) == 4 * 3
     assert (moves[0].src_offset, moves[0].src_extent) == ((0, 4, 0), (4, 4, 16))
     assert (moves[0].dst_offset, moves[0].dst_extent) == ((0, 0, 0), (4, 4, 16))
+    # With whole experts on both sides their gate and up rows are one block too.
+    copies = publish_plan(ParallelLayout(1, 1, 1, 2, 1, 2), 1)
+    moves = [m for m in merge(copies.copies) if m.src_rank == 0 and m.dst_rank == 1]
+    assert len(moves) == 4 * 2
+    assert (moves[0].src_offset, moves[0].src_extent) == ((0, 0, 0), (4, 16, 16))
+    assert (moves[0].dst_offset, moves[0].dst_extent) == ((0, 0, 0), (4, 16, 16))
 
 
 @pytest.mark.parametrize("back", [False, True])
