@@ -13,6 +13,7 @@ from rlhpc.cli.main import main
 from rlhpc.cli.upcycle import Upcycling, upcycle
 from rlhpc.errors import ConfigError, ModelError
 from rlhpc.reshard.families import family_for
+from tests.hf_files import read_tensors
 
 TOKENS = torch.arange(48).view(2, 24) * 7 % 96
 LLAMA3 = {
@@ -49,10 +50,6 @@ def logits(directory):
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)(TOKENS).logits
 
 
-def tensors(directory):
-    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -70,7 +67,7 @@ def test_logits_are_the_dense_models(tmp_path, options):
     assert expected.std() > 1  # so that 1e-5 means something
     torch.testing.assert_close(logits(tmp_path / "moe"), expected, rtol=0, atol=1e-5)
     config = json.loads((tmp_path / "moe/config.json").read_text())
-    held = tensors(tmp_path / "moe")
+    held = read_tensors(tmp_path / "moe")
     assert {n: tuple(t.shape) for n, t in held.items()} == family_for(config).canonical_tensors(config)
     assert said.endswith(f"{sum(t.numel() for t in held.values()):,} parameters")
 
@@ -83,7 +80,7 @@ def test_routers_choose_different_experts_for_different_tokens(tmp_path):
     for layer in router_logits:
         chosen = layer.topk(2).indices.sort().values
         assert len(chosen.unique(dim=0)) > 3  # of the 6 pairs
-    routers = [t for n, t in tensors(tmp_path / "moe").items() if n.endswith("gate.weight")]
+    routers = [t for n, t in read_tensors(tmp_path / "moe").items() if n.endswith("gate.weight")]
     assert len(routers) == 2 and not torch.equal(*routers)
     assert torch.cat(routers).std() == pytest.approx(0.05, rel=0.15)
 
@@ -100,8 +97,8 @@ def test_files_are_split_by_size_and_indexed(tmp_path):
         held = load_file(path)
         assert sum(t.nbytes for t in held.values()) <= 40_000
         assert {name for name, file in index["weight_map"].items() if file == path.name} == held.keys()
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(tmp_path / "one").values())
-    one, many = tensors(tmp_path / "one"), tensors(tmp_path / "many")
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in read_tensors(tmp_path / "one").values())
+    one, many = read_tensors(tmp_path / "one"), read_tensors(tmp_path / "many")
     assert one.keys() == many.keys() and all(torch.equal(one[n], many[n]) for n in one)  # random ones, too
     names = {path.name for path in (tmp_path / "one").iterdir()}
     assert {"tokenizer.json", "generation_config.json"} <= names
@@ -126,7 +123,7 @@ def test_sharded_bfloat16_in_and_out(tmp_path):
 def test_noise_parts_the_experts(tmp_path):
     dense = write_dense(tmp_path / "dense")
     upcycle(dense, tmp_path / "moe", Upcycling(2, 2, expert_noise=0.1, seed=3))
-    source, held = tensors(dense), tensors(tmp_path / "moe")
+    source, held = read_tensors(dense), read_tensors(tmp_path / "moe")
     for projection, name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
         weight = source[f"model.layers.0.mlp.{name}.weight"]
         noise = [held[f"model.layers.0.block_sparse_moe.experts.{e}.{projection}.weight"] - weight for e in range(2)]
@@ -135,7 +132,7 @@ def test_noise_parts_the_experts(tmp_path):
         assert torch.corrcoef(torch.stack([n.flatten() for n in noise]))[0, 1].abs() < 0.1
     upcycle(dense, tmp_path / "other", Upcycling(2, 2, expert_noise=0.1, seed=4))
     upcycle(dense, tmp_path / "again", Upcycling(2, 2, expert_noise=0.1, seed=3))
-    again, other = tensors(tmp_path / "again"), tensors(tmp_path / "other")
+    again, other = read_tensors(tmp_path / "again"), read_tensors(tmp_path / "other")
     drawn = {n for n in held if "block_sparse_moe" in n}
     assert {n for n in held if not torch.equal(held[n], other[n])} == drawn
     assert not {n for n in held if not torch.equal(held[n], again[n])}
