@@ -198,6 +198,20 @@ def whole_step(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"logprobs": logprobs, "metrics": total, "loss": loss, "norm": norm}
 
 
+def assert_equal_steps(ranks: Sequence[dict[str, Any]], expected: dict[str, Any], clipped: float = 1.0) -> None:
+    """Logprobs, loss, gradient norm and every element of every gradient, which are `clipped` times `expected`'s."""
+    found = whole_step(ranks)
+    for index, logprobs in expected["logprobs"].items():
+        np.testing.assert_allclose(found["logprobs"][index], logprobs, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(found["loss"], expected["sums"]["loss"], rtol=1e-5)
+    np.testing.assert_allclose(found["norm"], expected["norm"], rtol=1e-5)
+    gradients = canonical_gradients(ranks)
+    assert gradients.keys() == expected["gradients"].keys()
+    for name, gradient in gradients.items():
+        wanted = clipped * expected["gradients"][name]
+        np.testing.assert_allclose(gradient, wanted, atol=2e-5 * np.abs(wanted).max(), rtol=1e-4, err_msg=name)
+
+
 def canonical_gradients(ranks: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Every rank's copy of every HF tensor's gradient must be the same; returns one of each."""
     layout: ParallelLayout = ranks[0]["layout"]

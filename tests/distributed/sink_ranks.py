@@ -18,6 +18,7 @@ from rlhpc.reshard.families import family_for
 from rlhpc.reshard.plan import plan
 from rlhpc.reshard.verify import verify
 from tests.distributed import vllm_ranks
+from tests.hf_files import read_tensors
 
 BUCKET_BYTES = 64 * 1024
 
@@ -69,7 +70,7 @@ def both_sinks(model_dir: str, tp: int, prompts: Any, specs: Mapping[str, Any], 
     from rlhpc.backends.vllm.sinks import DirectSink, ReferenceSink, whole_tensors
 
     hf_config = json.loads(Path(model_dir, "config.json").read_text())
-    weights = vllm_ranks.read_weights(model_dir)
+    weights = read_tensors(model_dir)
     with vllm_ranks.engine(model_dir, tp, "rlhpcsinks", sink=configured) as running:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         family = family_for(hf_config)
@@ -119,9 +120,7 @@ def on_cuda(old: str, new: str, tp: int, dtype: str, prompts: Any, **rollout: An
     with vllm_ranks.engine(old, tp, "rlhpcgpu", device="cuda", dtype=dtype, **rollout) as running:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         models = {
-            name: {
-                key: tensor.to("cuda", getattr(torch, dtype)) for key, tensor in vllm_ranks.read_weights(path).items()
-            }
+            name: {key: tensor.to("cuda", getattr(torch, dtype)) for key, tensor in read_tensors(path).items()}
             for name, path in (("old", old), ("new", new))
         }
         whole = whole_tensors(family_for(hf_config).canonical_tensors(hf_config), dtype, world_size)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.distributed.family_ranks import Case
-from tests.distributed.megatron_reference import canonical_gradients, transformers_step, whole_step
+from tests.distributed.megatron_reference import assert_equal_steps, transformers_step
 from tests.distributed.ranks import run_ranks
+from tests.hf_files import read_tensors
 from tests.tiny_family import write_tiny_family
 
 LLAMA3 = {
@@ -46,24 +45,10 @@ def ranks(root: Path) -> list[dict[str, dict[str, Any]]]:
     return run_ranks("tests.distributed.family_ranks:all_cases", 2, timeout_s=500, cases=cases, out_dir=root)
 
 
-def assert_equals_transformers(model_dir: Path, ranks: Sequence[dict[str, Any]]) -> None:
-    """Logprobs, loss, gradient norm and every element of every gradient of one step."""
-    expected, found = transformers_step(model_dir), whole_step(ranks)
-    for index, logprobs in expected["logprobs"].items():
-        np.testing.assert_allclose(found["logprobs"][index], logprobs, atol=1e-5, rtol=0)
-    assert found["loss"] == pytest.approx(expected["sums"]["loss"], rel=2e-5)
-    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
-    gradients = canonical_gradients(ranks)
-    assert gradients.keys() == expected["gradients"].keys()
-    for tensor, gradient in gradients.items():
-        wanted = expected["gradients"][tensor]
-        np.testing.assert_allclose(gradient, wanted, atol=2e-5 * np.abs(wanted).max(), rtol=1e-4, err_msg=tensor)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_training_step_equals_transformers(name: str, root: Path, ranks: list[dict[str, Any]]) -> None:
     """Biases, tied embeddings and padded vocabularies too."""
-    assert_equals_transformers(root / "models" / name, [rank[name]["step"] for rank in ranks])
+    assert_equal_steps([rank[name]["step"] for rank in ranks], transformers_step(root / "models" / name))
 
 
 # model_type, config, trainer
@@ -89,7 +74,7 @@ def four_ranks(root: Path) -> list[dict[str, dict[str, Any]]]:
 def test_a_training_step_on_four_ranks_equals_transformers(
     name: str, root: Path, four_ranks: list[dict[str, Any]]
 ) -> None:
-    assert_equals_transformers(root / "models" / name, [rank[name] for rank in four_ranks])
+    assert_equal_steps([rank[name] for rank in four_ranks], transformers_step(root / "models" / name))
 
 
 @pytest.mark.parametrize("stage", ["loaded", "trained"])
@@ -114,10 +99,8 @@ def test_engine_and_trainer_and_transformers_agree(
 
 @pytest.mark.parametrize("name", CASES)
 def test_files_come_back_bit_by_bit(name: str, root: Path, ranks: list[dict[str, Any]]) -> None:
-    source, loaded, trained = (
-        {key: tensor for file in sorted(path.glob("*.safetensors")) for key, tensor in load_file(file).items()}
-        for path in (root / "models" / name, root / name / "loaded", root / name / "trained")
-    )
+    places = (root / "models" / name, root / name / "loaded", root / name / "trained")
+    source, loaded, trained = map(read_tensors, places)
     assert source.keys() == loaded.keys() == trained.keys()
     for key, tensor in source.items():
         assert torch.equal(tensor, loaded[key]), key

@@ -20,11 +20,12 @@ from tests.distributed.megatron_reference import (
     CASES,
     Balance,
     Case,
-    canonical_gradients,
+    assert_equal_steps,
     transformers_step,
     whole_step,
 )
 from tests.distributed.ranks import run_ranks
+from tests.hf_files import read_tensors
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.distributed
@@ -91,12 +92,9 @@ def broken_copy(model_dir: Path, work_dir: Path) -> Path:
 def test_equals_transformers(case: Case, outcomes: Callable[[int], Outcomes], expected: dict[str, Any]) -> None:
     """Logprobs, every metric and every element of every gradient, whatever the layout and the split."""
     ranks = outcomes(case.world_size)[case.name]
-    found = whole_step(ranks)
-    for index, logprobs in expected["logprobs"].items():
-        np.testing.assert_allclose(found["logprobs"][index], logprobs, atol=1e-5, rtol=0)
-    assert found["loss"] == pytest.approx(expected["sums"]["loss"], rel=1e-5)
-    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
-    total = found["metrics"]
+    assert expected["norm"] > 2 * case.clip
+    assert_equal_steps(ranks, expected, case.clip / (expected["norm"] + 1e-6) if case.clip else 1.0)
+    total = whole_step(ranks)["metrics"]
     for name, key in (
         ("pg_loss", "pg"), ("entropy", "entropy"), ("kl_loss", "kl"),
         ("pg_clipfrac", "clipped"), ("pg_clipfrac_lower", "clipped_lower"),
@@ -104,18 +102,6 @@ def test_equals_transformers(case: Case, outcomes: Callable[[int], Outcomes], ex
         assert total[f"actor/{name}"] == pytest.approx(expected["sums"][key], rel=2e-5), name
     assert total["actor/pg_clipfrac"] > 0.05 and total["actor/pg_clipfrac_lower"] > 0.05
     assert 0 <= total["actor/moe/avg_vio"] <= total["actor/moe/max_vio"] < 7  # 8 experts: all load on one is 7
-
-    assert expected["norm"] > 2 * case.clip
-    factor = case.clip / (expected["norm"] + 1e-6) if case.clip else 1.0
-    assert_gradients(ranks, expected["gradients"], factor)
-
-
-def assert_gradients(ranks: list[dict[str, Any]], expected: dict[str, np.ndarray], factor: float = 1.0) -> None:
-    found = canonical_gradients(ranks)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        wanted = factor * expected[name]
-        np.testing.assert_allclose(gradient, wanted, atol=2e-5 * np.abs(wanted).max(), rtol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -166,13 +152,11 @@ def test_load_balancing_loss(
     microbatches = {rank["dp_rank"]: rank["microbatches"] for rank in ranks}
     balance = Balance(case.balance, sum(microbatches.values(), []))
     wanted = transformers_step(model_dir, balance=balance)
-    found = whole_step(ranks)
-    assert found["metrics"]["actor/moe/aux_loss"] == pytest.approx(wanted["sums"]["balance"], rel=1e-5)
+    assert_equal_steps(ranks, wanted)
+    assert whole_step(ranks)["metrics"]["actor/moe/aux_loss"] == pytest.approx(wanted["sums"]["balance"], rel=1e-5)
     assert wanted["sums"]["balance"] > 4.1  # 4 layers
-    assert found["loss"] == pytest.approx(expected["sums"]["loss"], rel=1e-5)
-    assert found["norm"] == pytest.approx(wanted["norm"], rel=1e-5)
+    assert wanted["sums"]["loss"] == pytest.approx(expected["sums"]["loss"])  # is the policy's alone
     assert wanted["norm"] != pytest.approx(expected["norm"], rel=1e-3)
-    assert_gradients(ranks, wanted["gradients"])
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +248,7 @@ def test_warm_up_begins_above_zero(outcomes: Callable[[int], Outcomes]) -> None:
 
 def test_export_is_the_model_that_was_loaded(model_dir: Path, outcomes: Callable[[int], Outcomes]) -> None:
     exported, _ = outcomes(2)["export"]
-    original, saved = (
-        {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-        for path in (model_dir, exported)
-    )
+    original, saved = read_tensors(model_dir), read_tensors(exported)
     assert original.keys() == saved.keys()
     for name, tensor in original.items():
         assert torch.equal(tensor, saved[name]), name

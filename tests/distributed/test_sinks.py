@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from safetensors.numpy import load_file
 
 from tests.distributed import vllm_ranks
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_vllm import expected
+from tests.distributed.vllm_reference import Logits, expected, transformers_logits
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.distributed
@@ -37,18 +36,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model_dir: Path) -> Any:
-    """Token ids -> Transformers' float64 logits [T, V]."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, experts_implementation="eager")
-
-    def logits(token_ids: Sequence[int]) -> np.ndarray:
-        with torch.no_grad():
-            return model(torch.tensor([list(token_ids)])).logits[0].numpy()
-
-    return logits
+def reference(model_dir: Path) -> Logits:
+    return transformers_logits(model_dir)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +61,7 @@ def test_parameters_are_equal_byte_for_byte(tp: int, published: dict[int, Any], 
 
 
 @pytest.mark.parametrize("tp", SPLITS)
-def test_what_is_sampled_is_equal_and_is_transformers(tp: int, published: dict[int, Any], reference: Any) -> None:
+def test_what_is_sampled_is_equal_and_is_transformers(tp: int, published: dict[int, Any], reference: Logits) -> None:
     asked = dict(prompts())
     for result in published[tp]:
         for name in ("greedy", "sampled"):

@@ -15,15 +15,14 @@ import pytest
 from rlhpc.backends.vllm.shm import cleanup_shm
 from rlhpc.data.types import Completion
 from rlhpc.reshard.families import family_for
-from rlhpc.train.protocols import SamplingSpec
 from tests.distributed import vllm_ranks
 from tests.distributed.ranks import run_ranks
+from tests.distributed.vllm_reference import Logits, expected, processed_logprobs, transformers_logits
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.distributed
 RANKS = "tests.distributed.vllm_ranks"
 VOCAB, EOS = 320, {2, 4}
-Logits = Any
 
 
 def random_prompts(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
@@ -52,21 +51,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def reference(models: tuple[Path, Path]) -> Any:
-    """(directory, token ids) -> Transformers' float64 logits [T, V]."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    loaded = {
-        path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
-        for path in models
-    }
-
-    def logits(path: Path, token_ids: Sequence[int]) -> np.ndarray:
-        with torch.no_grad():
-            return loaded[path](torch.tensor([list(token_ids)])).logits[0].numpy()
-
-    return logits
+def reference(models: tuple[Path, Path]) -> dict[Path, Logits]:
+    return {path: transformers_logits(path) for path in models}
 
 
 @pytest.fixture(scope="module")
@@ -74,57 +60,34 @@ def rolled(models: tuple[Path, Path]) -> list[dict[str, Any]]:
     return run_ranks(f"{RANKS}:rollout", 2, model_dir=str(models[0]), prompts=PROMPTS, specs=SPECS)
 
 
-def processed_logprobs(logits: np.ndarray, sampling: SamplingSpec) -> np.ndarray:
-    """The distribution that is sampled from: tempered, cut to the top k, then to the smallest set of mass top_p."""
-    scaled = logits / (sampling.temperature or 1.0)
-    if sampling.top_k > 0:
-        threshold = np.sort(scaled, axis=-1)[:, -sampling.top_k][:, None]
-        scaled = np.where(scaled < threshold, -np.inf, scaled)
-    probs = np.exp(scaled - scaled.max(-1, keepdims=True))
-    probs /= probs.sum(-1, keepdims=True)
-    order = np.argsort(-probs, axis=-1)
-    descending = np.take_along_axis(probs, order, -1)
-    keep = np.cumsum(descending, -1) - descending < sampling.top_p
-    np.put_along_axis(probs, order, np.where(keep, descending, 0.0), -1)
-    with np.errstate(divide="ignore"):
-        return np.log(probs / probs.sum(-1, keepdims=True))
-
-
-def expected(logits: Logits, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingSpec) -> np.ndarray:
-    rows = logits([*prompt, *tokens])[len(prompt) - 1 : -1]
-    return processed_logprobs(rows, sampling)[np.arange(len(tokens)), np.asarray(tokens)]
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_sampled_logprobs_are_those_of_the_processed_distribution(
-    name: str, rolled: list[dict[str, Any]], models: tuple[Path, Path], reference: Any
+    name: str, rolled: list[dict[str, Any]], models: tuple[Path, Path], reference: dict[Path, Logits]
 ) -> None:
     prompts = dict(PROMPTS)
     answers: list[Completion] = rolled[0]["samples"][name][0]
     assert [(a.prompt_id, a.sample_idx) for a in answers] == [(i, k) for i, _ in PROMPTS for k in range(SPECS[name].n)]
     for answer in answers:
         assert answer.token_ids.dtype == np.int32 and answer.logprobs.dtype == np.float32
-        wanted = expected(
-            lambda ids: reference(models[0], ids), prompts[answer.prompt_id], answer.token_ids, SPECS[name]
-        )
+        wanted = expected(reference[models[0]], prompts[answer.prompt_id], answer.token_ids, SPECS[name])
         np.testing.assert_allclose(answer.logprobs, wanted, atol=1e-4)
 
 
 def test_greedy_takes_the_most_likely_token(
-    rolled: list[dict[str, Any]], models: tuple[Path, Path], reference: Any
+    rolled: list[dict[str, Any]], models: tuple[Path, Path], reference: dict[Path, Logits]
 ) -> None:
     for answer in rolled[0]["samples"]["greedy"][0]:
         prompt = dict(PROMPTS)[answer.prompt_id]
-        rows = reference(models[0], [*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
+        rows = reference[models[0]]([*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
         assert rows.argmax(-1).tolist() == answer.token_ids.tolist()
 
 
 def test_samples_follow_the_distribution(
-    rolled: list[dict[str, Any]], models: tuple[Path, Path], reference: Any
+    rolled: list[dict[str, Any]], models: tuple[Path, Path], reference: dict[Path, Logits]
 ) -> None:
     """4000 one-token answers of one prompt: every token's count within five standard deviations."""
     drawn = np.concatenate([answer.token_ids for answer in rolled[0]["many"]])
-    probs = np.exp(processed_logprobs(reference(models[0], PROMPTS[0][1])[-1:], vllm_ranks.spec()))[0]
+    probs = np.exp(processed_logprobs(reference[models[0]](PROMPTS[0][1])[-1:], vllm_ranks.spec()))[0]
     counts = np.bincount(drawn, minlength=VOCAB)
     sigma = np.sqrt(len(drawn) * probs * (1 - probs))
     assert np.all(np.abs(counts - len(drawn) * probs) < 5 * sigma + 2)
@@ -201,22 +164,22 @@ def largest_gap(samples: list[dict[str, Any]], logits: Logits) -> float:
     return float(max(gaps))
 
 
-def refit_gap(how: str, models: tuple[Path, Path], reference: Any) -> float:
+def refit_gap(how: str, models: tuple[Path, Path], reference: dict[Path, Logits]) -> float:
     """Sampled-token logprobs after a change of all weights against Transformers', the prompts cached before it."""
     old, new = models
     ranks = run_ranks(f"{RANKS}:refit", 2, old=str(old), new=str(new), how=how, prompts=LONG_PROMPTS)
     for samples in ranks:
         assert all(sample["cached"] >= 128 for sample in samples["old"])  # the cache is on and in use
-        assert largest_gap(samples["old"], lambda ids: reference(old, ids)) < 1e-4
-        assert largest_gap(samples["old"], lambda ids: reference(new, ids)) > 0.5  # the models do differ
-    return max(largest_gap(samples["new"], lambda ids: reference(new, ids)) for samples in ranks)
+        assert largest_gap(samples["old"], reference[old]) < 1e-4
+        assert largest_gap(samples["old"], reference[new]) > 0.5  # the models do differ
+    return max(largest_gap(samples["new"], reference[new]) for samples in ranks)
 
 
-def test_published_weights_generate(models: tuple[Path, Path], reference: Any) -> None:
+def test_published_weights_generate(models: tuple[Path, Path], reference: dict[Path, Logits]) -> None:
     assert refit_gap("publish", models, reference) < 1e-4
 
 
-def test_reload_weights_does_not_publish_on_cpu(models: tuple[Path, Path], reference: Any) -> None:
+def test_reload_weights_does_not_publish_on_cpu(models: tuple[Path, Path], reference: dict[Path, Logits]) -> None:
     """vLLM's own way fails the test above, which is why it is not used. Fails once vLLM has mended it."""
     assert refit_gap("reload_weights", models, reference) > 0.05
 

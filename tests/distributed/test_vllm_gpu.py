@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_vllm import expected
 from tests.distributed.vllm_ranks import spec
+from tests.distributed.vllm_reference import expected, transformers_logits
 from tests.tiny_model import write_tiny_model
 
 pytestmark = [
@@ -34,15 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def gaps(samples: list[dict[str, Any]], model_dir: Path, dtype: str) -> np.ndarray:
     """Differences from Transformers, which computes in float64 with the weights rounded to `dtype`, per token."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, experts_implementation="eager")
-    model = model.to(getattr(torch, dtype)).double()
-
-    def logits(token_ids: Sequence[int]) -> np.ndarray:
-        with torch.no_grad():
-            return model(torch.tensor([list(token_ids)])).logits[0].numpy()
-
+    logits = transformers_logits(model_dir, dtype)
     return np.concatenate(
         [np.abs(np.asarray(s["logprobs"]) - expected(logits, s["prompt"], s["tokens"], spec())) for s in samples]
     )

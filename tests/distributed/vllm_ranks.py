@@ -7,7 +7,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ import torch.distributed as dist
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.types import Completion
 from rlhpc.errors import EngineError
+from rlhpc.reshard.hf import load_hf
 from rlhpc.train.protocols import SamplingSpec
+from tests.hf_files import read_tensors
 
-Weights = Mapping[str, torch.Tensor]
 Prompts = Sequence[tuple[int, Sequence[int]]]
 
 
@@ -82,26 +83,9 @@ def engine(model_dir: str, tp: int, ident: str, **options: Any) -> Iterator[Any]
         running.close()
 
 
-def read_weights(model_dir: str) -> Weights:
-    from safetensors.torch import load_file
-
-    return load_file(Path(model_dir, "model.safetensors"))
-
-
-def publish(running: Any, weights: Weights) -> None:
-    """Writes this rank's boxes of the canonical tensors."""
+def publish(running: Any, model_dir: str) -> None:
     buffers = running.begin_publish()
-    rank = int(os.environ["RANK"])
-    for tensor in running.sink_specs():
-        for shard in tensor.shards:
-            if shard.rank == rank:
-                extents = [b - a for a, b in zip(shard.start, shard.stop, strict=True)]
-                lead = len(shard.offset) - len(extents)
-                index = shard.offset[:lead] + tuple(
-                    slice(o, o + e) for o, e in zip(shard.offset[lead:], extents, strict=True)
-                )
-                source = tuple(slice(a, b) for a, b in zip(shard.start, shard.stop, strict=True))
-                buffers[shard.buffer][index] = weights[tensor.name][source]
+    load_hf(Path(model_dir), running.sink_specs(), int(os.environ["RANK"]), buffers)
     running.end_publish(1)
 
 
@@ -125,20 +109,21 @@ def raw_generate(running: Any, prompts: Prompts, num_tokens: int = 8) -> list[di
     ]
 
 
-def change_weights(running: Any, weights: Weights, how: str) -> None:
+def change_weights(running: Any, model_dir: str, how: str) -> None:
     if how == "publish":
-        publish(running, weights)
+        publish(running, model_dir)
     else:
-        running._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
+        weights = list(read_tensors(model_dir).items())
+        running._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
 
 def refit(old: str, new: str, how: str, prompts: Prompts) -> dict[str, Any]:
     """Generates with the old weights twice, changes them all, and generates again."""
     with engine(old, 2, "rlhpcrefit") as running:
-        publish(running, read_weights(old))
+        publish(running, old)
         raw_generate(running, prompts)
         samples = {"old": raw_generate(running, prompts)}
-        change_weights(running, read_weights(new), how)
+        change_weights(running, new, how)
         samples["new"] = raw_generate(running, prompts)
         return samples
 
@@ -170,7 +155,7 @@ def rollout(model_dir: str, prompts: Prompts, specs: dict[str, SamplingSpec]) ->
     with engine(model_dir, 2, "rlhpcrollout") as running:
         result: dict[str, Any] = {"buffers": {k: tuple(v.shape) for k, v in running.begin_publish().items()}}
         running.end_publish(0)
-        publish(running, read_weights(model_dir))
+        publish(running, model_dir)
         scramble_generators(rank)
         before = generator_states()
         result["samples"] = {name: running.generate(prompts, spec, seed=11) for name, spec in specs.items()}
@@ -199,8 +184,7 @@ def rollout(model_dir: str, prompts: Prompts, specs: dict[str, SamplingSpec]) ->
         result["after_sleep"] = running.generate(prompts, specs["plain"], seed=11)[1]
         objects = []
         for _ in range(6):
-            publish(running, read_weights(model_dir))
-            gc.collect()
+            publish(running, model_dir)  # collects the replaced modules itself
             objects.append(sum(isinstance(item, torch.nn.Module) for item in gc.get_objects()))
         result["modules"] = objects
         return result
@@ -208,7 +192,7 @@ def rollout(model_dir: str, prompts: Prompts, specs: dict[str, SamplingSpec]) ->
 
 def stop_strings(model_dir: str, prompts: Prompts, stop: str) -> list[Completion]:
     with engine(model_dir, 1, "rlhpcstop", stop=[stop]) as running:
-        publish(running, read_weights(model_dir))
+        publish(running, model_dir)
         return running.generate(prompts, spec(stop=(stop,), n=4, max_response_length=32), seed=3)[0]
 
 
@@ -234,7 +218,7 @@ def replicas(model_dir: str, ident: str, prompts: Prompts, kill: bool) -> dict[s
     """Two replicas of two ranks, each with its own prompts, after a crash; dies by SIGKILL at the end if asked to."""
     left_by_crash = segments(ident)
     running = new_engine(model_dir, 2, ident)
-    publish(running, read_weights(model_dir))
+    publish(running, model_dir)
     while_running = segments(ident)
     mine = prompts[running.replica_rank :: running.num_replicas]
     samples, digest = running.generate(mine, spec(n=2), seed=11)
