@@ -134,7 +134,8 @@ class Reaper:
 
 def main() -> None:
     """The reaper: waits until the pipe on standard input closes, which the driver's death does."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):  # meant for the driver
+        signal.signal(number, signal.SIG_IGN)
     session = Session(sys.argv[1], Path(sys.argv[2]))
     while os.read(0, 1):
         pass

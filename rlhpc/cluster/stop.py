@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # and Ctrl-C, from which Ray shields its processes itself
+
 
 class StopRequested(Exception):
     """The step in progress is abandoned; the state from the step's start is what counts."""
@@ -18,7 +20,7 @@ class StopFlag:
 
     def install(self) -> None:
         """Takes over the signals; main thread only."""
-        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        for number in (*STOP_SIGNALS, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -24,7 +24,6 @@ from tests.e2e.runs import (
     write_task,
 )  # fmt: skip
 
-pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +79,8 @@ def test_killed_between_and_within_steps(task: Path, reference: Path, tmp_path: 
 
 
 def test_stopped_by_a_signal_resumes_where_it_was(task: Path, reference: Path, tmp_path: Path) -> None:
-    """SIGTERM commits the state at once, whatever save_freq says, and exits with 75."""
+    """SIGTERM commits the state at once, whatever save_freq says, and exits with 75. `timeout` and Slurm send it to
+    every process of a job: the ranks must outlive the driver's save."""
     arguments, log, run_dir = (
         command(task, tmp_path / "run", "trainer.save_freq=-1"),
         tmp_path / "log",
@@ -88,7 +88,7 @@ def test_stopped_by_a_signal_resumes_where_it_was(task: Path, reference: Path, t
     )
     process = start(arguments, log)
     wait_for(lambda: len(rows(run_dir)) >= 3, process, log)
-    os.kill(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
     assert finish(process, log) == 75
     assert "the same command goes on from here" in log.read_text()
     stopped_after = rows(run_dir)[-1]["step"]
