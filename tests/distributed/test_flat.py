@@ -9,8 +9,6 @@ import pytest
 from tests.distributed.ranks import run_ranks
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.distributed
-
 
 def test_optimizer_state_under_one_layout_is_that_under_another(tmp_path: Path) -> None:
     """EP=2 to TP=2 (which pads the odd vocabulary) and to PP=2, on the same two ranks: masters are bit for bit those of

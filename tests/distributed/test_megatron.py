@@ -28,7 +28,6 @@ from tests.distributed.ranks import run_ranks
 from tests.hf_files import read_tensors
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.distributed
 RANKS = "tests.distributed.megatron_ranks"
 Outcomes = dict[str, list[Any]]  # by call, then by rank
 

@@ -14,7 +14,6 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.vllm_reference import Logits, expected, transformers_logits
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.distributed
 # vLLM pads 90 tokens to 128: 38 rows of padding at TP=1; at TP=4 rank 2 has 6 and rank 3 nothing else.
 VOCAB, PADDED = 90, 128
 SPLITS = {1: "direct", 2: "reference", 4: "direct"}  # 4, 2 and 1 replicas; the sink that each engine starts with

@@ -9,7 +9,6 @@ import pytest
 from tests.distributed.ranks import run_ranks
 from tests.distributed.verify_ranks import DAMAGES
 
-pytestmark = pytest.mark.distributed
 REGION = re.compile(r"(\S+)\[([\d:, ]+)\] in (\S+) of rank (\d)")
 EXPERT = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
 # 8 heads of 4 over 4 ranks, 2 KV heads, 8 experts of width 8: two rows of gate and of up a rank, hidden size 16.

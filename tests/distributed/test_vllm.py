@@ -20,7 +20,6 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.vllm_reference import Logits, expected, processed_logprobs, transformers_logits
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.distributed
 RANKS = "tests.distributed.vllm_ranks"
 VOCAB, EOS = 320, {2, 4}
 
