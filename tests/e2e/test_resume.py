@@ -25,7 +25,6 @@ from tests.e2e.runs import (
 )  # fmt: skip
 
 
-
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_task(tmp_path_factory.mktemp("task"))
