@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "report":
             from rlhpc.cli.report import report
 
-            print(report(Path(args.run_dir), Path(args.plot) if args.plot else None))
+            print(report(Path(args.run_dir), Path(args.plot) if args.plot else None), flush=True)
         if args.command == "upcycle":
             from rlhpc.cli.upcycle import Upcycling, upcycle
 
@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in filter(None, str(error).splitlines()):
             print(f"error: {line}", file=sys.stderr)
         return USER_ERROR
+    except BrokenPipeError:  # the reader had enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the last flush, at exit, fail
     return 0
 
 
@@ -67,7 +69,7 @@ def _add_upcycle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DST", type=Path, help="directory to make")
     parser.add_argument("--num-experts", type=int, required=True, metavar="E", help="experts of each layer")
     parser.add_argument(
-        "--experts-per-token", type=int, required=True, metavar="K", help="of them, how many a token uses"
+        "--experts-per-token", type=int, required=True, metavar="K", help="of them, how many a token uses (at least 2)"
     )
     parser.add_argument("--router-std", type=float, default=0.02, help="of the routers' random weights (%(default)s)")
     noise = "of noise on the experts' weights, relative to theirs (%(default)s: outputs equal the dense model's)"

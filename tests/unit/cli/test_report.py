@@ -1,6 +1,9 @@
 """The report of a metrics.jsonl written here by hand."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -41,6 +44,16 @@ def test_text_and_plot(tmp_path):
     assert validation == ["val-core/arithmetic/reward/mean@1", "0.25", "0.875", "0.5625", "0.25", "0.875"]
     assert [line.split() for line in text.splitlines() if line.startswith("gen ")] == [["gen", "2.000", "60.0%"]]
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_reader_that_had_enough(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "rlhpc.cli.main", "report", str(tmp_path)]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_nothing_to_report(tmp_path):
