@@ -21,7 +21,6 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -161,5 +160,8 @@ def cuda_type_names() -> Iterator[None]:
         name = original(self, *args, **kwargs)
         return name.replace("torch.", "torch.cuda.") if isinstance(name, str) else name
 
-    with mock.patch.object(torch.Tensor, "type", type_name):
+    torch.Tensor.type = type_name  # hides the one that Tensor inherits
+    try:
         yield
+    finally:
+        del torch.Tensor.type
