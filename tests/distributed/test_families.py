@@ -57,6 +57,7 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "llama-tied-tp2-pp2": ("llama", {"tie_word_embeddings": True}, {"tp": 2, "pp": 2}),
     "qwen2-tp4": ("qwen2", {}, {"tp": 4}),  # two ranks per KV head, whose bias is cut
     "qwen3-tied-tp4": ("qwen3", {"tie_word_embeddings": True}, {"tp": 4}),
+    "qwen3-moe-top1-ep4": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, {"ep": 4}),
     "mixtral-tied-tp2-etp2-ep2": ("mixtral", {"tie_word_embeddings": True}, {"tp": 2, "ep": 2, "etp": 2}),
 }
 
