@@ -24,6 +24,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -139,7 +140,10 @@ def floors(copies: ReshardPlan, rank: int, device: str, repeats: int) -> tuple[l
     """Seconds of one contiguous local copy and of one all-to-all of this plan's bytes."""
     filled = partial(torch.ones, dtype=torch.uint8, device=device)  # fresh zeros are one page of memory, read often
     source, target = filled(copies.local_bytes(rank)), filled(copies.local_bytes(rank))
-    local = seconds(device, repeats, target.copy_, source)
+    if device == "cpu":  # memcpy, which torch's own copies don't reach
+        local = seconds(device, repeats, np.copyto, target.numpy(), source.numpy())
+    else:
+        local = seconds(device, repeats, target.copy_, source)
     del source, target
     sends, receives = ([0] * dist.get_world_size() for _ in range(2))
     for copy in copies.copies_of(rank):
