@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schema import RunConfig
-from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
 
@@ -72,19 +72,6 @@ def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMem
         )
         for rank in ranks
     ]
-
-
-def trainer_layout(cfg: RunConfig) -> ParallelLayout:
-    """The trainer's grids over all ranks of all nodes."""
-    megatron = cfg.actor_rollout_ref.actor.megatron
-    return ParallelLayout(
-        tp=megatron.tensor_model_parallel_size,
-        pp=megatron.pipeline_model_parallel_size,
-        cp=megatron.context_parallel_size,
-        ep=megatron.expert_model_parallel_size,
-        etp=megatron.expert_tensor_parallel_size,
-        world_size=cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node,
-    )
 
 
 def describe(cfg: RunConfig, model_config: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from rlhpc.backends.megatron.loss import microbatch_loss
 from rlhpc.backends.megatron.model import PolicyModel, transformer_config
 from rlhpc.backends.megatron.offload import HostCopy
 from rlhpc.backends.megatron.optimizer import Optimizer
+from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.types import PackedBatch
 from rlhpc.errors import CheckpointError, ConfigError, ModelError, TrainingError
@@ -333,14 +334,7 @@ def _layout(cfg: RunConfig, world_size: int) -> ParallelLayout:
             raise ConfigError(
                 f"actor_rollout_ref.actor.megatron.{name}={getattr(megatron, name)} is not supported; set {allowed}"
             )
-    return ParallelLayout(
-        tp=megatron.tensor_model_parallel_size,
-        pp=megatron.pipeline_model_parallel_size,
-        cp=1,
-        ep=megatron.expert_model_parallel_size,
-        etp=megatron.expert_tensor_parallel_size,
-        world_size=world_size,
-    )
+    return trainer_layout(cfg, world_size)
 
 
 def _optimizer_steps(cfg: RunConfig) -> int | None:
