@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.machine import RESULTS, hardware, versions
+from scripts.bench.machine import RESULTS, hardware, place, versions
 from tests.distributed.megatron_reference import CASES, Case, transformers_step, whole_step
 from tests.distributed.ranks import run_ranks
 from tests.tiny_family import write_tiny_family
@@ -95,7 +94,7 @@ def main() -> None:
         "steps": rows,
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"layouts-cpu-{os.cpu_count()}cores.json").write_text(json.dumps(report, indent=2) + "\n")
+    (args.out / f"layouts-{place()}.json").write_text(json.dumps(report, indent=2) + "\n")
     columns = ("loss_relative_difference", "grad_norm_relative_difference", "max_logprob_gap")
     print(f"{'family':10} {'layout':36}", *columns)
     for row in rows:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.machine import RESULTS, ROOT, hardware, versions
+from scripts.bench.machine import RESULTS, ROOT, hardware, place, versions
 
 METRIC = "val-core/arithmetic/reward/mean@1"
 RUNS = (("seed 0", 0, False), ("seed 1", 1, False), ("seed 2", 2, False), ("control: shuffled rewards", 0, True))
@@ -86,7 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     results = [measure(*run, args.steps) for run in RUNS]
     args.out.mkdir(parents=True, exist_ok=True)
-    name = f"learning-cpu-{os.cpu_count()}cores"
+    name = f"learning-{place()}"
     report = {
         "command": "python -m scripts.bench.learning" + (f" --steps {args.steps}" if args.steps != 40 else ""),
         "hardware": hardware(),

@@ -22,3 +22,10 @@ def hardware() -> str:
 def versions(*packages: str) -> dict[str, str]:
     """Of the installed packages and of Python."""
     return {package: version(package) for package in packages} | {"python": platform.python_version()}
+
+
+def place(gpu: str | None = None, num_gpus: int = 1) -> str:
+    """How results name the machine: "cpu-2cores", "h200", "h200-x2"."""
+    if gpu is None:
+        return f"cpu-{os.cpu_count()}cores"
+    return gpu.split()[-1].lower() + (f"-x{num_gpus}" if num_gpus > 1 else "")

@@ -25,7 +25,7 @@ from rlhpc.backends.vllm.engine import VllmEngine
 from rlhpc.backends.vllm.sampling import request_params
 from rlhpc.config.schema import RunConfig
 from rlhpc.train.protocols import SamplingSpec
-from scripts.bench.machine import RESULTS, hardware, versions
+from scripts.bench.machine import RESULTS, hardware, place, versions
 
 PROMPT_TOKENS = 64
 VARIANTS = {  # what is changed in the requests that rlhpc makes
@@ -119,8 +119,7 @@ def main() -> None:
         "tokens_per_s": {name: {"median": statistics.median(values), "all": values} for name, values in rates.items()},
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    name = gpu.split()[-1].lower() if gpu else f"cpu-{os.cpu_count()}cores"
-    (args.out / f"rollout-{name}.json").write_text(json.dumps(report, indent=2) + "\n")
+    (args.out / f"rollout-{place(gpu)}.json").write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report["tokens_per_s"], indent=2))
 
 

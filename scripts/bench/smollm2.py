@@ -27,7 +27,7 @@ from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
 from rlhpc.reshard.hf import load_hf
-from scripts.bench.machine import RESULTS, ROOT, hardware, versions
+from scripts.bench.machine import RESULTS, ROOT, hardware, place, versions
 
 MODEL = ROOT / "outputs/assets/smollm2/moe"
 METRICS = (
@@ -136,7 +136,7 @@ def main() -> None:
         "weights": weights(run_dir),
         "steps": steps,
     }
-    path = args.out / f"smollm2-cpu-{os.cpu_count()}cores.json"
+    path = args.out / f"smollm2-{place()}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps({name: report[name] for name in ("run_wall_s", "peak_rank_gib", "weights")}, indent=2))
 

@@ -34,7 +34,7 @@ from rlhpc.reshard.execute import Resharder
 from rlhpc.reshard.families import family_for
 from rlhpc.reshard.plan import ReshardPlan, plan
 from rlhpc.reshard.verify import verify
-from scripts.bench.machine import RESULTS, hardware, versions
+from scripts.bench.machine import RESULTS, hardware, place, versions
 from scripts.make_tiny_model import tiny_config
 
 SMOLLM2_MOE = {  # SmolLM2-135M upcycled to 4 experts
@@ -286,7 +286,7 @@ def main() -> None:
             rows += run_cases(cases, args)
     rows.sort(key=lambda row: list(MODELS).index(row["model"]))
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
-    place = f"cpu-{os.cpu_count()}cores" if gpu is None else f"{gpu.replace(' ', '-').lower()}-x{most}"
+    name = f"sync-{place(gpu, most)}"
     report = {
         "command": " ".join(["python -m scripts.bench.sync", *sys.argv[1:]]),
         "hardware": hardware() + (f", {most} x {gpu}" if gpu else ""),
@@ -296,8 +296,8 @@ def main() -> None:
         "syncs": rows,
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"sync-{place}.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    plot(rows, args.out / f"sync-{place}.png")
+    (args.out / f"{name}.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    plot(rows, args.out / f"{name}.png")
     for row in report["planning"]:
         print(f"planning {row['model']}, {row['ranks']} ranks, {row['layouts']}: {row['seconds']}")
     for row in rows:
