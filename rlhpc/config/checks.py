@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.config.model_dir import fix_path, read_model_config
 from rlhpc.config.ranges import out_of_range, unknown_names
 from rlhpc.config.schema import RunConfig
-from rlhpc.errors import ConfigError, DataError, ModelError
+from rlhpc.errors import ConfigError, DataError
 from rlhpc.layout.parallel import divisors
 
 if TYPE_CHECKING:
     from rlhpc.reshard.families import ModelFacts
 
-MADE_BY = {  # what experiments ask for and a script of ours makes
-    "assets/tiny_arithmetic": "run python scripts/make_tiny_model.py first",
-    "assets/smollm2": "run python scripts/make_smollm2.py and rlhpc upcycle first, as README.md shows",
-}
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32, attention/backends/cpu_attn.py
 GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")  # the group is the baseline
 
@@ -54,28 +50,6 @@ def device_of(cfg: RunConfig) -> str:
     return "cuda" if torch.cuda.device_count() >= cfg.trainer.n_gpus_per_node else "cpu"
 
 
-def read_model_config(path: str | Path) -> dict[str, Any]:
-    """The parsed `config.json` of an HF model directory.
-
-    Raises ModelError: no directory or file, not JSON, or a family that isn't known.
-    """
-    from rlhpc.reshard.families import family_for
-
-    file = Path(path) / "config.json"
-    if not Path(path).is_dir():
-        raise ModelError(f"actor_rollout_ref.model.path={path} is not a directory; {_fix_path(path)}")
-    try:
-        model_config = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise ModelError(f"{file} is missing; model.path must be an HF model directory") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{file} can't be read as JSON: {error}; copy the model directory again") from error
-    if not isinstance(model_config, dict):
-        raise ModelError(f"{file} holds a JSON {type(model_config).__name__}, not an object of settings")
-    family_for(model_config)
-    return model_config
-
-
 def check(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int, *, device: str | None = None) -> None:
     """Raises ConfigError that lists every violation, one a line; ModelError where the model isn't supported.
 
@@ -100,11 +74,7 @@ def _check_files(cfg: RunConfig) -> None:
             if files is not None:
                 data_files(files)
         except DataError as error:
-            raise DataError(f"{key}: {error}; {_fix_path(str(files))}") from error
-
-
-def _fix_path(path: str | Path) -> str:
-    return next((fix for asset, fix in MADE_BY.items() if asset in str(path)), "check the path")
+            raise DataError(f"{key}: {error}; {fix_path(str(files))}") from error
 
 
 def _choose(choices: list[int]) -> str:

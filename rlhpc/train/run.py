@@ -14,7 +14,8 @@ from rlhpc.checkpoint.identity import check_identity
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.ray_local import local_ray
 from rlhpc.cluster.stop import StopFlag
-from rlhpc.config.checks import device_of, read_model_config
+from rlhpc.config.checks import device_of
+from rlhpc.config.model_dir import eos_token_ids, read_model_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.cursor import PromptCursor
 from rlhpc.data.dataset import load_prompts
@@ -44,15 +45,12 @@ def run(cfg: RunConfig) -> int:
     model_config = read_model_config(model_dir)
     family = family_for(model_config)
     check_hf(model_dir, family.canonical_tensors(model_config))
+    eos_token_ids(model_dir, model_config)  # for its refusal: the ranks read them
     stop = StopFlag()
     with ExitStack() as stack:
         stack.enter_context(run_lock(directory))
-        check_identity(
-            directory,
-            asdict(cfg),
-            model_config,
-            trained=(directory / "metrics.jsonl").exists(),
-        )
+        trained = (directory / "metrics.jsonl").exists()
+        check_identity(directory, asdict(cfg), model_config, trained=trained)
         tokenizer = load_tokenizer(cfg)
         dataset = load_prompts(cfg.data.train_files, tokenizer, cfg.data)
         held_out = load_prompts(cfg.data.val_files, tokenizer, cfg.data) if cfg.data.val_files else None

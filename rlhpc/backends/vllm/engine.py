@@ -21,12 +21,12 @@ from rlhpc.backends.vllm.sampling import (
     Prompts,
     check_prompts,
     completions,
-    eos_token_ids,
     request_params,
     token_digest,
 )
 from rlhpc.backends.vllm.shm import cleanup_shm
 from rlhpc.backends.vllm.sinks import DirectSink, ReferenceSink, whole_tensors
+from rlhpc.config.model_dir import eos_token_ids
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.types import Completion
 from rlhpc.errors import ConfigError, EngineError

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,27 +12,10 @@ from vllm.exceptions import VLLMValidationError
 
 from rlhpc.backends.vllm.rng import hash64
 from rlhpc.data.types import Completion
-from rlhpc.errors import ConfigError, EngineError, ModelError
+from rlhpc.errors import ConfigError, EngineError
 from rlhpc.train.protocols import SamplingSpec
 
 Prompts = Sequence[tuple[int, Sequence[int]]]
-
-
-def eos_token_ids(model_dir: Path, hf_config: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer: generation_config.json's `eos_token_id`, else config.json's.
-
-    Raises ModelError when neither names one, or generation_config.json is damaged.
-    """
-    path = model_dir / "generation_config.json"
-    try:
-        generation = json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:
-        raise ModelError(f"{path} can't be read as JSON: {error}; copy it again, or remove it") from error
-    for config in (generation, hf_config):
-        eos = config.get("eos_token_id")
-        if eos is not None:
-            return sorted(eos) if isinstance(eos, list) else [int(eos)]
-    raise ModelError(f"{model_dir}: neither generation_config.json nor config.json has an eos_token_id; add one")
 
 
 def check_prompts(prompts: Prompts, sampling: SamplingSpec, max_model_len: int, vocab_size: int) -> None:

@@ -5,8 +5,9 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.config.checks import check, check_run, read_model_config
+from rlhpc.config.checks import check, check_run
 from rlhpc.config.load import load
+from rlhpc.config.model_dir import read_model_config
 from rlhpc.errors import ConfigError, DataError, ModelError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rlhpc.backends.vllm.rng import hash64
-from rlhpc.backends.vllm.sampling import check_prompts, eos_token_ids, request_params, token_digest
+from rlhpc.backends.vllm.sampling import check_prompts, request_params, token_digest
+from rlhpc.config.model_dir import eos_token_ids
 from rlhpc.data.types import Completion
 from rlhpc.errors import ConfigError, EngineError, ModelError
 from rlhpc.train.protocols import SamplingSpec
