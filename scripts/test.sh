@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment, then lints, type-checks and runs the tests. The last line is pytest's.
 #
-# usage: bash scripts/test.sh [--quick] [pytest's arguments]        --quick: unit tests only, in about a minute
+# usage: bash scripts/test.sh [--quick] [pytest's arguments]        --quick: unit tests only, on all cores: two minutes with two
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -10,7 +10,7 @@ bin=$(realpath "${RLHPC_VENV:-.venv}")/bin
 
 suites=(tests/unit tests/distributed tests/e2e)
 if [[ ${1:-} == --quick ]]; then
-    suites=(tests/unit)
+    suites=(-n logical --dist worksteal tests/unit)
     shift
 fi
 "$bin/ruff" check --quiet .
