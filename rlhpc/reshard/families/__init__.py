@@ -20,7 +20,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, M
 def family_for(hf_config: HfConfig) -> Family:
     """The family of an HF `config.json`. Raises ModelError for an unknown `model_type`."""
     model_type = hf_config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(f"config.json: model_type={model_type!r} is unknown; known: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[model_type]
 

@@ -176,9 +176,11 @@ def decoder_facts(
     refuse(hf_config, "quantization_config", (None,))
     if not qkv_bias:  # where a family always has them, config.json needn't tell
         refuse(hf_config, "attention_bias", (None, False))
-    if unknown := set(hf_config.get("layer_types") or ()) - {"full_attention"}:
+    kinds = hf_config.get("layer_types") or []
+    if unknown := [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind != "full_attention"]:
         raise ModelError(
-            f"config.json: layer_types {', '.join(sorted(unknown))} not supported; supported: full_attention"
+            f"config.json: layer_types {', '.join(sorted(set(map(str, unknown))))} not supported; "
+            "supported: full_attention"
         )
     hidden, heads = _size(hf_config, "hidden_size"), _size(hf_config, "num_attention_heads")
     experts = _size(hf_config, "num_experts", "num_local_experts") if sparse else 0

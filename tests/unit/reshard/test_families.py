@@ -155,6 +155,8 @@ def test_what_a_family_lacks_is_refused_by_name(model_type: str, change: dict[st
     ("change", "message"),
     [
         ({"model_type": "gpt5"}, "model_type='gpt5' is unknown; known: .*qwen3_moe"),
+        ({"model_type": ["qwen3_moe"]}, r"model_type=\['qwen3_moe'\] is unknown; known: .*qwen3_moe"),
+        ({"layer_types": 7}, "layer_types 7 not supported; supported: full_attention"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported for qwen3_moe; supported: 'silu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling of rope_type 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling of rope_type 'linear'"),
