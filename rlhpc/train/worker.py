@@ -215,8 +215,8 @@ class RayRanks:
                 results[rank] = ray.get(done[0])
             except ray.exceptions.RayTaskError as error:
                 raise self._failure(method, rank, error) from error
-            except ray.exceptions.RayActorError as error:
-                raise TrainingError(self._death(method, rank, str(error))) from error
+            except ray.exceptions.RayError as error:  # no answer: its process or its node is gone
+                raise TrainingError(self._death(method, rank, _reason(error))) from error
         return results
 
     def _failure(self, method: str, rank: int, error: Any) -> RlhpcError:
@@ -237,6 +237,19 @@ class RayRanks:
         ray.wait(closing, num_returns=len(closing), timeout=10)
         for actor in self._actors:
             ray.kill(actor)
+
+
+def _reason(error: Exception) -> str:
+    """Why a rank gave no answer, in Ray's words without its table of ids and its list of guesses."""
+    from ray.exceptions import OutOfMemoryError
+
+    if isinstance(error, OutOfMemoryError):
+        return (
+            "the machine ran out of memory, and Ray ended the largest process before the kernel would; end what else "
+            "runs there, or lower actor.ppo_max_token_len_per_gpu, rollout.cpu_kv_cache_gib or trainer.n_gpus_per_node"
+        )
+    sentences = " ".join(line.strip() for line in str(error).splitlines() if not line.startswith("\t"))
+    return sentences.partition(" Some common causes")[0]
 
 
 def _free_port() -> int:
