@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from safetensors.torch import save_file
 
 from rlhpc.errors import ConfigError, ModelError
 from rlhpc.reshard.families import FAMILIES
-from rlhpc.reshard.hf import FILE_BYTES, INDEX_NAME, NOT_COPIED, SINGLE_NAME, check_hf
+from rlhpc.reshard.hf import FILE_BYTES, INDEX_NAME, SINGLE_NAME, check_hf, copy_side_files, index_text
 
 DENSE, SPARSE = FAMILIES["llama"], FAMILIES["mixtral"]
 LLAMA_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp", "rope_interleaved", "is_llama_config")
@@ -81,9 +80,7 @@ def upcycle(source: Path, target: Path, recipe: Upcycling, *, file_bytes: int = 
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
             directory = Path(scratch) / target.name
             directory.mkdir()
-            for path in sorted(source.iterdir()):
-                if path.is_file() and not path.name.startswith(".") and not path.name.endswith(NOT_COPIED):
-                    shutil.copyfile(path, directory / path.name)
+            copy_side_files(source, directory)
             total = write_files(made, directory, file_bytes)
             (directory / "config.json").write_text(json.dumps(sparse, indent=2) + "\n")
             directory.rename(target)
@@ -167,9 +164,7 @@ def write_files(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, fi
     for i, name in enumerate(names if len(names) > 1 else [SINGLE_NAME]):
         (directory / f"{i}.partial").rename(directory / name)
     if len(names) > 1:
-        weight_map = {tensor: name for name, group in zip(names, contents, strict=True) for tensor in group}
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+        (directory / INDEX_NAME).write_text(index_text(dict(zip(names, contents, strict=True)), total_bytes))
     return num_parameters
 
 

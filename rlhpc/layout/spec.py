@@ -89,6 +89,12 @@ class ShardSpec:
     dtype: str  # "float32", "bfloat16", ...
     shards: Sequence[Shard]  # a tuple, or Shards
 
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...], dtype: str, ranks: tuple[int, ...]) -> ShardSpec:
+        """The tensor in one piece on each of the ranks, in a buffer of its own name."""
+        origin = (0,) * len(shape)
+        return cls(name, shape, dtype, Shards((Replicas(ranks, origin, shape, name, origin),)))
+
     @property
     def buffers(self) -> set[str]:
         """The buffers of all ranks that hold a part."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from rlhpc.checkpoint.durable import fsync
 from rlhpc.errors import CheckpointError, ModelError
 from rlhpc.layout.spec import Shard, ShardSpec
 from rlhpc.reshard.execute import Resharder, region
@@ -169,7 +170,11 @@ def save_hf(
     names = list(files)
     for begin in range(0, len(names), world_size):  # one file per rank and round
         turn = dict(enumerate(names[begin : begin + world_size]))
-        targets = [_whole(spec, owner) for owner, name in turn.items() for spec in files[name]]
+        targets = [
+            ShardSpec.whole(spec.name, spec.shape, spec.dtype, (owner,))
+            for owner, name in turn.items()
+            for spec in files[name]
+        ]
         mine = files[turn[rank]] if rank in turn else []
         device = next(iter(buffers.values())).device
         gathered = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=device) for s in mine}
@@ -199,12 +204,6 @@ def _num_bytes(spec: ShardSpec) -> int:
     return prod(spec.shape) * ITEM_BYTES[spec.dtype]
 
 
-def _whole(spec: ShardSpec, rank: int) -> ShardSpec:
-    """The tensor in one piece on one rank, in a buffer of its own name."""
-    origin = (0,) * len(spec.shape)
-    return ShardSpec(spec.name, spec.shape, spec.dtype, (Shard(rank, origin, spec.shape, spec.name, origin),))
-
-
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str | None:
     """Writes one file under its name only when it is whole; returns why it couldn't."""
     partial = path.with_name(f".{path.name}.partial")
@@ -221,14 +220,11 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str | Non
 def _finish(directory: Path, source: Path, files: Mapping[str, Sequence[ShardSpec]]) -> str | None:
     """Config and tokenizer, then the index, then removal of an earlier save's files; returns why it couldn't."""
     total = sum(_num_bytes(spec) for group in files.values() for spec in group)
-    weight_map = {spec.name: name for name, group in files.items() for spec in group}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     partial = directory / f".{INDEX_NAME}.partial"
     try:
-        for path in sorted(source.iterdir()):
-            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(NOT_COPIED):
-                shutil.copyfile(path, directory / path.name)
-        partial.write_text(json.dumps(index, indent=2) + "\n")
+        copy_side_files(source, directory)
+        names = {name: [spec.name for spec in group] for name, group in files.items()}
+        partial.write_text(index_text(names, total))
         _publish(partial, directory / INDEX_NAME)
         for stale in directory.glob("model*.safetensors"):
             if stale.name not in files:
@@ -238,9 +234,21 @@ def _finish(directory: Path, source: Path, files: Mapping[str, Sequence[ShardSpe
     return None
 
 
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copies config, tokenizer, licence and whatever else a model directory holds beside weights and their index."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(NOT_COPIED):
+            shutil.copyfile(path, target / path.name)
+
+
+def index_text(files: Mapping[str, Sequence[str]], total_bytes: int) -> str:
+    """The content of INDEX_NAME: `files` are the names of the tensors in each."""
+    weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2) + "\n"
+
+
 def _publish(partial: Path, path: Path) -> None:
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
+    fsync(partial)
     os.replace(partial, path)
 
 

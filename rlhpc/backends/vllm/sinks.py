@@ -10,7 +10,7 @@ from torch import nn
 
 from rlhpc.backends.vllm import private
 from rlhpc.errors import EngineError
-from rlhpc.layout.spec import Shard, ShardSpec
+from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families.family import EMBED, HEAD
 
 
@@ -91,15 +91,8 @@ class ReferenceSink:
 
 def whole_tensors(tensors: Mapping[str, tuple[int, ...]], dtype: str, world_size: int) -> list[ShardSpec]:
     """Every canonical tensor (name to shape) whole on every rank, in a buffer of its own name."""
-    return [
-        ShardSpec(
-            name,
-            shape,
-            dtype,
-            tuple(Shard(rank, (0,) * len(shape), shape, name, (0,) * len(shape)) for rank in range(world_size)),
-        )
-        for name, shape in tensors.items()
-    ]
+    ranks = tuple(range(world_size))
+    return [ShardSpec.whole(name, shape, dtype, ranks) for name, shape in tensors.items()]
 
 
 def check_parameters(specs: Sequence[ShardSpec], rank: int, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
