@@ -209,6 +209,21 @@ class ReshardConfig:
 
 @dataclass
 class ClusterConfig:
+    nodes: int | None = None  # the same as trainer.nnodes; None: what that says
+    partition: str | None = None  # Slurm's; None: the cluster's default
+    account: str | None = None  # Slurm's; None: the user's default
+    qos: str | None = None  # Slurm's quality of service
+    constraint: str | None = None  # node features that Slurm must find
+    reservation: str | None = None  # a Slurm reservation to run in
+    nodelist: str | None = None  # only these nodes
+    exclude: str | None = None  # not these nodes
+    exclusive: bool = False  # whole nodes, shared with nobody
+    cpus_per_node: int | None = None  # CPUs asked of Slurm; None: cpus_per_rank a rank, and 2 more
+    memory_gib_per_node: float | None = None  # memory asked of Slurm, GiB; None: the partition's default
+    sbatch: dict[str, Any] = field(default_factory=dict)  # further options of sbatch: {comment: text, mail-type: END}
+    setup: list[str] = field(default_factory=list)  # shell lines before the program on each node: module load cuda
+    network_interface: str | None = None  # such as ib0, or a CIDR such as 10.1.0.0/16; None: the route to the head
+    start_timeout_s: float = 300.0  # until every node has joined Ray
     cpus_per_rank: int = 1  # CPUs that Ray reserves for a rank
     threads_per_rank: int = 1  # intra-op threads of torch and the engine
     ray_temp_root: str = "/tmp"  # node-local, short
@@ -218,8 +233,14 @@ class ClusterConfig:
 
 @dataclass
 class LaunchConfig:
-    mode: str = "local"  # local | slurm (not available yet)
-    dry_run: bool = False  # print the layout and the memory plan, start nothing
+    mode: str = "local"  # local: here | slurm: submit a job | allocation: over the nodes of the job this runs in
+    dry_run: bool = False  # print the layout, the memory plan and what would be submitted; start nothing
+    wait: bool = False  # launch=slurm: stay until the job has ended, and exit as it did
+    job_name: str | None = None  # None: trainer.experiment_name
+    time_min: int | None = None  # Slurm's time limit, minutes; None: the partition's default
+    stop_lead_s: int = 300  # before the time limit, the job is told to stop: two steps and a save must fit
+    array_parallelism: int = 16  # tasks of a sweep that run at the same time
+    max_attempts_without_progress: int = 2  # attempts in a row without a new checkpoint before the job is held
 
 
 @dataclass
