@@ -27,3 +27,7 @@ class EngineError(RlhpcError):
 
 class TrainingError(RlhpcError):
     """Training can't go on, such as a non-finite loss."""
+
+
+class SlurmError(RlhpcError):
+    """A command of Slurm failed or gave no answer; the message holds the command, its exit code and what it said."""

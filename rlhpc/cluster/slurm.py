@@ -1,0 +1,366 @@
+"""What Slurm says and what it is told: the only place that runs or parses its commands. Standard library only.
+
+Text of `scontrol -o` is read by key: order, number and names of fields differ between versions (22.05 to 25.x), and not
+every site has the JSON output. Jobs are named as scontrol takes them: the id, or A_a for an array's task. The raw id that
+SLURM_JOB_ID holds would mean the whole array when it is the last task's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+
+from rlhpc.cluster.attempt import StopNotice
+from rlhpc.errors import ConfigError, SlurmError
+
+COMMAND_TIMEOUT_S = 20.0
+DEFAULT_KILL_WAIT_S = 30.0  # Slurm's own default of KillWait
+MAX_SINGLE_QUESTIONS = 16
+LIMIT_WARNING_SLACK_S = 60.0  # --signal=USR2@N comes up to a minute early (sbatch's manual)
+_RESERVED_STATES = {"REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING"}  # flags over a base state
+PENDING_STATES = {"PENDING", "SUSPENDED"} | _RESERVED_STATES
+LIVE_STATES = PENDING_STATES | {"RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"}
+
+
+@dataclass(frozen=True)
+class SlurmEnv:
+    """What a process learns from the variables that Slurm gives it."""
+
+    job_id: str  # as scontrol takes it: A_a for an array's task
+    raw_job_id: str  # SLURM_JOB_ID, for names of files and ports
+    restart: int  # 0 for the first try
+    node_id: int  # 0 for the batch script's node
+    node_name: str | None  # None in an salloc shell outside the nodes
+    num_nodes: int
+    nodelist: str
+    cpus_per_task: int | None
+    array_task: int | None
+    submit_dir: str | None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> SlurmEnv:
+        """Raises ConfigError outside a job."""
+        if not (raw := environ.get("SLURM_JOB_ID")):
+            raise ConfigError(
+                "SLURM_JOB_ID is not set, so this is no Slurm job; submit one with launch=slurm, or run inside salloc"
+            )
+        array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+        nodelist = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+        return cls(
+            job_id=f"{array}_{task}" if array and task else raw,
+            raw_job_id=raw,
+            restart=int(environ.get("SLURM_RESTART_COUNT", "0")),
+            node_id=int(environ.get("SLURM_NODEID", "0")),
+            node_name=environ.get("SLURMD_NODENAME"),
+            num_nodes=int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1),
+            nodelist=nodelist,
+            cpus_per_task=int(cpus) if (cpus := environ.get("SLURM_CPUS_PER_TASK")) else None,
+            array_task=int(task) if array and task else None,
+            submit_dir=environ.get("SLURM_SUBMIT_DIR"),
+        )
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names by SLURM_NODEID."""
+        return expand_nodelist(self.nodelist)
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job as `scontrol show job -o` prints it; `fields` holds every field by Slurm's own name."""
+
+    fields: Mapping[str, str]
+
+    def text(self, name: str) -> str | None:
+        """A field, None where Slurm has nothing to say."""
+        value = self.fields.get(name, "")
+        return None if value in ("", "(null)", "None", "none", "N/A", "Unknown", "UNKNOWN") else value
+
+    def time(self, name: str) -> float | None:
+        """A time in seconds since the epoch."""
+        value = self.text(name)
+        if value is None:
+            return None
+        try:
+            return float(value) if value.isdigit() else datetime.fromisoformat(value).timestamp()
+        except ValueError:
+            return None  # such as Time=INVALID; no deadline is better than a crash in a signal's wake
+
+    @property
+    def job_id(self) -> str:
+        """As scontrol takes it."""
+        array, task = self.text("ArrayJobId"), self.text("ArrayTaskId")
+        return f"{array}_{task}" if array and task else self.fields["JobId"]
+
+    @property
+    def states(self) -> set[str]:
+        """JobState's parts: newer versions add flags to a base state."""
+        return set(re.split(r"[,+|\s]+", self.fields.get("JobState", "")))
+
+    @property
+    def state(self) -> str:
+        return self.fields.get("JobState", "")
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.states & PENDING_STATES) and not self.completing
+
+    @property
+    def running(self) -> bool:
+        return "RUNNING" in self.states and not self.completing
+
+    @property
+    def completing(self) -> bool:
+        return "COMPLETING" in self.states
+
+    @property
+    def live(self) -> bool:
+        """Waiting, running or on its way out; False: it will never run again by itself."""
+        return bool(self.states & LIVE_STATES)
+
+    @property
+    def held(self) -> bool:
+        """Waits until somebody releases it."""
+        return self.pending and (self.fields.get("Priority") == "0" or "held" in (self.reason or "").lower())
+
+    @property
+    def reason(self) -> str | None:
+        return self.text("Reason")
+
+    @property
+    def restarts(self) -> int:
+        return int(self.text("Restarts") or 0)
+
+    @property
+    def requeue(self) -> bool:
+        """Whether Slurm may requeue it."""
+        return self.fields.get("Requeue") == "1"
+
+    @property
+    def end_time(self) -> float | None:
+        return self.time("EndTime")
+
+    @property
+    def preempt_time(self) -> float | None:
+        return self.time("PreemptTime")
+
+    @property
+    def nodes(self) -> list[str]:
+        return expand_nodelist(self.text("NodeList") or "")
+
+
+def classify(
+    record: JobRecord | None,
+    own_restart: int,
+    signal: str,
+    at: float,
+    kill_wait_s: float,
+    stop_lead_s: float = 0.0,
+) -> StopNotice:
+    """Why a signal came, which it does not tell itself, and until when there is time.
+
+    `record` is what scontrol says now, None when it says nothing; `at` the time of the signal; `stop_lead_s` how long
+    before the limit the job asked to be warned.
+    """
+
+    def notice(cause: str, deadline: float | None) -> StopNotice:
+        return StopNotice(cause, signal, at, deadline)
+
+    killed_at = at + kill_wait_s
+    if record is None:
+        return notice("signal", killed_at)
+    if record.running:
+        if record.preempt_time is not None:
+            return notice("preempted", record.end_time)
+        left = None if record.end_time is None else record.end_time - at
+        warned = signal != "SIGTERM" and left is not None and left <= stop_lead_s + LIMIT_WARNING_SLACK_S
+        return notice("time_limit" if warned else "signal", record.end_time)
+    if record.restarts > own_restart:
+        return notice("preempted" if record.preempt_time is not None else "requeued", killed_at)
+    if record.reason == "TimeLimit" or "TIMEOUT" in record.states:
+        return notice("time_limit", killed_at)
+    return notice("cancelled", killed_at)
+
+
+def show_job(job_id: str, *, timeout_s: float = COMMAND_TIMEOUT_S) -> JobRecord | None:
+    """One job, None when the controller no longer knows it. Raises SlurmError when it doesn't answer."""
+    try:
+        text = _run("scontrol", "show", "job", "-o", job_id, timeout_s=timeout_s)
+    except SlurmError as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
+    found = [record for record in map(JobRecord, records(text)) if record.job_id == job_id]
+    return found[0] if found else None
+
+
+def queue(
+    job_ids: Iterable[str] = (), *, user: str | None = None, ask_again_after_s: float = 1.0
+) -> dict[str, JobRecord]:
+    """Jobs that the controller knows, by id: those asked for (an array's id means its tasks), else all that wait or run,
+    a user's if one is given. A job is missing only where two answers lacked it: a controller that just starts knows none."""
+    wanted = set(job_ids)
+    found: dict[str, JobRecord] = {}
+    for asked in range(2):
+        if asked:
+            time.sleep(ask_again_after_s)
+        found |= _known(wanted or _in_queue(user))
+        arrays = {str(record.fields.get("ArrayJobId")) for record in found.values()}
+        if found and wanted <= found.keys() | arrays:
+            break
+    return found
+
+
+def _in_queue(user: str | None) -> set[str]:
+    """Ids of what waits or runs, an array's once."""
+    return set(_run("squeue", "-h", "-o", "%F", *(["--user", user] if user else [])).split())
+
+
+def _known(job_ids: set[str]) -> dict[str, JobRecord]:
+    """One question for few jobs each, one for all jobs of the cluster when they are many."""
+    found: list[JobRecord] = []
+    for question in job_ids if len(job_ids) <= MAX_SINGLE_QUESTIONS else [""]:
+        try:
+            text = _run("scontrol", "show", "job", "-o", *filter(None, [question]))
+        except SlurmError as error:
+            if "Invalid job id" in str(error):
+                continue
+            raise
+        found += map(JobRecord, records(text))
+    return {job.job_id: job for job in found if job_ids & {job.job_id, job.fields.get("ArrayJobId", "")}}
+
+
+def accounting(job_id: str) -> list[dict[str, str]] | None:
+    """Every try of a job as sacct keeps it, oldest first; None where the cluster has no accounting."""
+    columns = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "ElapsedRaw", "AllocTRES", "NodeList", "Reason")
+    try:
+        text = _run("sacct", "-D", "-X", "-P", "-n", "-j", job_id, "-o", ",".join(columns))
+    except SlurmError as error:
+        if "accounting" in str(error).lower() or "sacct: not found" in str(error):
+            return None
+        raise
+    return [dict(zip(columns, line.split("|"), strict=True)) for line in text.splitlines() if line.count("|") == 9]
+
+
+def partitions() -> dict[str, dict[str, str]]:
+    """`scontrol show partition`, by name."""
+    return {fields["PartitionName"]: fields for fields in records(_run("scontrol", "show", "partition", "-o"))}
+
+
+def nodes() -> dict[str, dict[str, str]]:
+    """`scontrol show node`, by name."""
+    return {fields["NodeName"]: fields for fields in records(_run("scontrol", "show", "node", "-o"))}
+
+
+def config(*, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, str]:
+    """`scontrol show config`, by Slurm's names; SLURM_VERSION among them."""
+    lines = (line.partition("=") for line in _run("scontrol", "show", "config", timeout_s=timeout_s).splitlines())
+    return {key.strip(): value.strip() for key, equals, value in lines if equals}
+
+
+def kill_wait_s(*, timeout_s: float = COMMAND_TIMEOUT_S) -> float:
+    """Seconds between SIGTERM and SIGKILL."""
+    found = re.match(r"(\d+)", config(timeout_s=timeout_s).get("KillWait", ""))
+    return float(found[1]) if found else DEFAULT_KILL_WAIT_S
+
+
+def requeue(job_id: str) -> None:
+    """Puts a job back in the queue; nothing happens to one that waits there already."""
+    _requeue("requeue", job_id)
+
+
+def requeue_hold(job_id: str, reason: str) -> None:
+    """Puts a job back in the queue, held until `scontrol release`; the reason goes into its comment where the site lets
+    users write one."""
+    with suppress(SlurmError):  # sites may forbid it; the reason is in attempts.jsonl and in the log
+        _run("scontrol", "update", f"JobId={job_id}", f"Comment={reason}")
+    _requeue("requeuehold", job_id)
+
+
+def _requeue(command: str, job_id: str) -> None:
+    try:
+        _run("scontrol", command, job_id)
+    except SlurmError as error:
+        if "pending execution" not in str(error):
+            raise
+
+
+def release(job_id: str) -> None:
+    """Lets a held job run."""
+    _run("scontrol", "release", job_id)
+
+
+def cancel(job_id: str, *, signal: str | None = None) -> None:
+    """Ends a job, or sends its steps a signal such as KILL. No error when it is gone already."""
+    _run("scancel", "--quiet", *([f"--signal={signal}"] if signal else []), job_id)
+
+
+def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what an enclosing job left in it, which would bind or place the next one's processes; the
+    variable that says where Slurm is configured stays."""
+    foreign = re.compile(r"(SLURM|SLURMD|SBATCH|SALLOC|SRUN|PMI|PMI2|PMIX)_")
+    return {key: value for key, value in environ.items() if key == "SLURM_CONF" or not foreign.match(key)}
+
+
+def expand_nodelist(nodelist: str) -> list[str]:
+    """Names in Slurm's order: "n[1-2,08],m2" is n1, n2, n08, m2; several brackets multiply."""
+    names: list[str] = []
+    for item in filter(None, re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)):
+        parts = re.split(r"\[([^\]]*)\]", item)
+        choices = [_expand_range(part) if index % 2 else [part] for index, part in enumerate(parts)]
+        names.extend("".join(choice) for choice in itertools.product(*choices))
+    return names
+
+
+def _expand_range(ranges: str) -> list[str]:
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def records(text: str) -> list[dict[str, str]]:
+    """Lines of KEY=VALUE with blanks inside values. The first of two equal keys counts, so that a comment which looks
+    like a field can't pose as one; a job's name, which comes before the others, is taken out first."""
+    found = []
+    for line in text.splitlines():
+        fields: dict[str, str] = {}
+        if name := re.search(r" JobName=(.*?) UserId=", line):
+            fields["JobName"] = name[1]
+            line = line[: name.start()] + line[name.end(1) :]
+        parts = re.split(r"(?:^|\s)([A-Z][\w:/.]*)=", line)
+        for key, value in zip(parts[1::2], parts[2::2], strict=True):
+            fields.setdefault(key, value.strip())
+        if fields:
+            found.append(fields)
+    return found
+
+
+def _run(*command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    """Standard output of a Slurm command. Raises SlurmError for a nonzero exit, no answer, no such program."""
+    # Seconds since the epoch wherever a time is printed: neither time zones nor daylight saving can shift a deadline.
+    environ = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
+    shown = " ".join(command)
+    try:
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError as error:
+        raise SlurmError(
+            f"{shown}: {command[0]}: not found; run this where Slurm's commands are installed and on the PATH"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(
+            f"{shown}: no answer in {timeout_s:g} s; see whether the controller is up: scontrol ping"
+        ) from error
+    if done.returncode:
+        raise SlurmError(f"{shown}: exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
