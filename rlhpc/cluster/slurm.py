@@ -1,8 +1,8 @@
 """What Slurm says and what it is told: the only place that runs or parses its commands. Standard library only.
 
 Text of `scontrol -o` is read by key: order, number and names of fields differ between versions (22.05 to 25.x), and not
-every site has the JSON output. Jobs are named as scontrol takes them: the id, or A_a for an array's task. The raw id that
-SLURM_JOB_ID holds would mean the whole array when it is the last task's.
+every site has the JSON output. Jobs are named as scontrol takes them: the id, or A_a for an array's task. The raw id in
+SLURM_JOB_ID would mean the whole array when it is the last task's.
 """
 
 from __future__ import annotations
@@ -204,8 +204,9 @@ def show_job(job_id: str, *, timeout_s: float = COMMAND_TIMEOUT_S) -> JobRecord 
 def queue(
     job_ids: Iterable[str] = (), *, user: str | None = None, ask_again_after_s: float = 1.0
 ) -> dict[str, JobRecord]:
-    """Jobs that the controller knows, by id: those asked for (an array's id means its tasks), else all that wait or run,
-    a user's if one is given. A job is missing only where two answers lacked it: a controller that just starts knows none."""
+    """Jobs that the controller knows, by id: those asked for (an array's id means its tasks), else all that wait or
+    run, a user's if one is given. A job is missing only where two answers lacked it: a controller that has just started
+    knows none."""
     wanted = set(job_ids)
     found: dict[str, JobRecord] = {}
     for asked in range(2):
