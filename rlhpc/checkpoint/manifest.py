@@ -4,6 +4,7 @@ the format."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlhpc.errors import CheckpointError
 FORMAT = "rlhpc-checkpoint"
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+STEP_NAME = re.compile(r"step-(\d{6,})")
 CHUNK_BYTES = 64 * 2**20
 
 
@@ -82,6 +84,15 @@ class CheckpointManifest:
         """Raises CheckpointError naming the first file that is missing or differs; sizes only if so asked."""
         for entry in self.files:
             entry.verify(self.directory, checksums=checksums)
+
+
+def committed_steps(root: Path) -> dict[int, Path]:
+    """The directories below `root` that were committed, by step, ascending; their files may be damaged."""
+    if not root.is_dir():
+        return {}
+    found = ((STEP_NAME.fullmatch(path.name), path) for path in root.iterdir())
+    steps = {int(match[1]): path for match, path in found if match and (path / MANIFEST_NAME).exists()}
+    return dict(sorted(steps.items()))
 
 
 def chunk_checksums(path: Path, chunk_bytes: int = CHUNK_BYTES) -> list[str]:

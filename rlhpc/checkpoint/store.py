@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.checkpoint import durable
 from rlhpc.checkpoint.manifest import (
-    MANIFEST_NAME,
+    STEP_NAME,
     CheckpointManifest,
     FileEntry,
+    committed_steps,
     read_manifest,
     write_manifest,
 )
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointStore", "PendingCheckpoint", "read_shard", "write_shard"]
 
 OWNER_NAME = "owner.json"
-_STEP = re.compile(r"step-(\d{6,})")
 _TEMPORARY = re.compile(r"tmp-(?:delete-)?step-\d{6,}-(?P<writer>.+\.\d+\.\d+)")
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Committed steps, ascending; a damaged one is among them as long as it has a manifest."""
-        return [step for step in self._step_directories() if (self._directory(step) / MANIFEST_NAME).exists()]
+        return list(committed_steps(self.root))
 
     def load(self, step: int, *, checksums: bool = True) -> CheckpointManifest:
         """The manifest of a step whose files all verify: sizes and checksums, or sizes alone where reading
@@ -256,7 +256,7 @@ class CheckpointStore:
     def _step_directories(self) -> list[int]:
         if not self.root.is_dir():
             return []
-        found = (_STEP.fullmatch(path.name) for path in self.root.iterdir())
+        found = (STEP_NAME.fullmatch(path.name) for path in self.root.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
     def _directory(self, step: int) -> Path:
@@ -276,7 +276,7 @@ class CheckpointStore:
     def _delete(self, directory: Path) -> None:
         """Renames first, so that a crash in the middle leaves no half-deleted checkpoint under a committed
         name."""
-        match = _STEP.fullmatch(directory.name)
+        match = STEP_NAME.fullmatch(directory.name)
         assert match, directory
         doomed = self._temporary(int(match[1]), "delete-")
         shutil.rmtree(doomed, ignore_errors=True)
