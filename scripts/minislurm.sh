@@ -1,84 +1,266 @@
 #!/usr/bin/env bash
-# A real Slurm on this machine, as root and without systemd: one controller, several nodes, fake GPUs, preemption, accounting.
+# A real Slurm on this machine without systemd: one controller, several nodes, fake GPUs, preemption, accounting.
 #
-# usage: scripts/minislurm.sh up|down|status|env          eval "$(scripts/minislurm.sh env)" points this shell at it
-#   MINISLURM_DIR    where it lives (default /tmp/minislurm)     MINISLURM_PORT   first of its 40 ports (default 27800)
-#   MINISLURM_NODES  how many nodes (default 4)                  MINISLURM_PREFIX of node names (default n): two instances differ
-# partitions: low (preempted by requeue at once), grace (with GraceTime), high (preempts both)
+# usage: scripts/minislurm.sh up|down|status|env|install      eval "$(scripts/minislurm.sh env)" points this shell at it
+#   MINISLURM_DIR     where it lives (default /tmp/minislurm)   MINISLURM_PORT   first of its 40 ports (default 27800)
+#   MINISLURM_NODES   how many nodes (default 4)                MINISLURM_PREFIX of the nodes' names (default n)
+#   MINISLURM_EXTRA   a file whose lines end slurm.conf         MINISLURM_PROCTRACK=linuxproc works without root and cgroups,
+#                                                               but daemons of a job may then outlive it
+# partitions: low (preempted by requeue at once), grace (preempted with GraceTime 40 s), high (preempts both)
+# needs: Debian or Ubuntu, root (or sudo for the packages alone, with linuxproc). Instances with a directory, ports and a
+# prefix of their own live side by side. `down` ends the jobs as well and keeps the accounting; remove the directory to forget.
 set -euo pipefail
-dir=${MINISLURM_DIR:-/tmp/minislurm} port=${MINISLURM_PORT:-27800} nodes=${MINISLURM_NODES:-4} prefix=${MINISLURM_PREFIX:-n}
+script=$(realpath "$0")
+dir=$(realpath -m "${MINISLURM_DIR:-/tmp/minislurm}")
+port=${MINISLURM_PORT:-27800} nodes=${MINISLURM_NODES:-4} prefix=${MINISLURM_PREFIX:-n}
+proctrack=${MINISLURM_PROCTRACK:-cgroup} extra=${MINISLURM_EXTRA:-}
+export PATH=$PATH:/usr/sbin:/sbin SLURM_CONF=$dir/slurm.conf
+packages=(slurm-wlm slurmdbd munge mariadb-server)
+daemons='munged|mariadbd|slurmdbd|slurmctld|slurmd|slurmstepd'
+
+refuse() { printf 'minislurm: %s\n' "$*" >&2; exit 1; }
+
+# --- what this machine can do
+
+cgroup_version() {  # v1 or v2; nothing where Slurm could not make groups
+    local controller
+    [[ $EUID -eq 0 ]] || return 0
+    if [[ $(stat -fc %T /sys/fs/cgroup 2>/dev/null) == cgroup2fs ]]; then
+        [[ " $(</sys/fs/cgroup/cgroup.controllers) " == *" memory "* && -w /sys/fs/cgroup/cgroup.procs ]] && writable /sys/fs/cgroup && echo v2
+        return 0
+    fi
+    for controller in freezer memory cpuset; do writable "/sys/fs/cgroup/$controller" || return 0; done
+    echo v1
+}
+
+writable() { mkdir "$1/minislurm-probe.$$" 2>/dev/null && rmdir "$1/minislurm-probe.$$"; }
+
+check() {
+    ((${#dir} <= 70)) || refuse "MINISLURM_DIR=$dir has ${#dir} bytes, and sockets under it allow 70; choose a shorter one such as /tmp/ms"
+    [[ $nodes =~ ^[1-9][0-9]?$ ]] && ((nodes <= 25)) || refuse "MINISLURM_NODES=$nodes must be 1 to 25"
+    [[ $port =~ ^[0-9]+$ ]] && ((port > 1023 && port < 65496)) || refuse "MINISLURM_PORT=$port must be 1024 to 65495: 40 ports from it are taken"
+    [[ $prefix =~ ^[a-z]+$ ]] || refuse "MINISLURM_PREFIX=$prefix must be small letters; nodes are called by it, such as n1"
+    [[ -z $extra || -r $extra ]] || refuse "MINISLURM_EXTRA=$extra can't be read; name a file with lines for slurm.conf"
+    case $proctrack in
+    cgroup) [[ -n $(cgroup_version) ]] || refuse "MINISLURM_PROCTRACK=cgroup needs root and a writable /sys/fs/cgroup (got user $(id -un)," \
+        "$(stat -fc %T /sys/fs/cgroup 2>/dev/null || echo none)); run it as root, in a container with --privileged, or choose" \
+        "MINISLURM_PROCTRACK=linuxproc, which signals a job's processes otherwise than clusters do and lets its daemons survive" ;;
+    linuxproc) ;;
+    *) refuse "MINISLURM_PROCTRACK=$proctrack is unknown; choose cgroup or linuxproc" ;;
+    esac
+}
+
+install() {
+    local missing=() package
+    for package in "${packages[@]}"; do
+        [[ $(dpkg-query -Wf '${db:Status-Status}' "$package" 2>/dev/null) == installed ]] || missing+=("$package")
+    done
+    ((${#missing[@]})) || return 0
+    local as_root=()
+    [[ $EUID -eq 0 ]] || as_root=(sudo)
+    if ! command -v apt-get >/dev/null || { [[ $EUID -ne 0 ]] && ! command -v sudo >/dev/null; }; then
+        refuse "this machine lacks ${missing[*]} (Debian's names); installing them needs apt-get, as root or with sudo"
+    fi
+    echo "minislurm: installing ${missing[*]}"
+    local log started=()
+    log=$(mktemp "${TMPDIR:-/tmp}/minislurm-install.XXXXXX")
+    # policy-rc.d keeps Debian from starting system-wide daemons that nobody asked for.
+    [[ -e /usr/sbin/policy-rc.d ]] || { started=(/usr/sbin/policy-rc.d); printf '#!/bin/sh\nexit 101\n' | "${as_root[@]}" install -m 755 /dev/stdin /usr/sbin/policy-rc.d; }
+    if ! { "${as_root[@]}" apt-get update -qq && "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y -qq --no-install-recommends "${missing[@]}"; } >"$log" 2>&1 </dev/null; then
+        tail -n 25 "$log" >&2
+        refuse "installing ${missing[*]} failed; all output is in $log"
+    fi
+    ((${#started[@]})) && "${as_root[@]}" rm -f "${started[@]}"
+    rm -f "$log"
+}
+
+# --- configuration
 
 write_config() {
-    local host
-    host=$(hostname -s)
+    local host user cgroup task=task/none accounting=jobacct_gather/linux node
+    host=$(hostname -s) user=$(id -un) cgroup=$(cgroup_version)
+    [[ $proctrack == cgroup ]] && task=task/cgroup
     cat >"$dir/slurm.conf" <<END
-ClusterName=mini
+ClusterName=$prefix-mini
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$port
 SlurmdPort=$((port + 1))
 AuthType=auth/munge
 AuthInfo=socket=$dir/run/munge.sock,cred_expire=5
 CredType=cred/munge
-SlurmUser=root
-SlurmdUser=root
+SlurmUser=$user
+SlurmdUser=$user
 StateSaveLocation=$dir/state
 SlurmdSpoolDir=$dir/spool/%n
 SlurmctldPidFile=$dir/run/slurmctld.pid
 SlurmdPidFile=$dir/run/slurmd-%n.pid
 SlurmctldLogFile=$dir/log/slurmctld.log
 SlurmdLogFile=$dir/log/slurmd-%n.log
-ProctrackType=proctrack/cgroup
-TaskPlugin=task/none
+ProctrackType=proctrack/$proctrack
+TaskPlugin=$task
 MpiDefault=none
 SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 SlurmdParameters=config_overrides
 ReturnToService=2
+SlurmdTimeout=10
 KillWait=10
 MinJobAge=3600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=2,bf_interval=2
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+JobAcctGatherType=$accounting
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort=$((port + 2))
+AccountingStoragePass=$dir/run/munge.sock
+AccountingStoreFlags=job_comment
 MaxArraySize=1001
 FirstJobId=$((port / 10 % 1000 * 100 + 1))
 GresTypes=gpu
+DefMemPerCPU=2000
 NodeName=$prefix[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 11))-$((port + 10 + nodes))] CPUs=8 RealMemory=20000 Gres=gpu:4 State=UNKNOWN
 PartitionName=low Nodes=ALL PriorityTier=1 Default=YES MaxTime=60 PreemptMode=REQUEUE State=UP
 PartitionName=grace Nodes=ALL PriorityTier=1 GraceTime=40 MaxTime=60 PreemptMode=REQUEUE State=UP
 PartitionName=high Nodes=ALL PriorityTier=10 MaxTime=60 PreemptMode=OFF State=UP
 END
-    echo "NodeName=$prefix[1-$nodes] Name=gpu Count=4 File=/dev/tty[1-4]" >"$dir/gres.conf"
-    printf 'CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n' >"$dir/cgroup.conf"
+    [[ -z $extra ]] || cat "$extra" >>"$dir/slurm.conf"
+    # The nodes claim more CPUs than the machine has, so that cores can't be bound; memory limits are real.
+    printf '%s\n' CgroupAutomount=no "CgroupPlugin=cgroup/${cgroup:-v1}" ConstrainRAMSpace=yes ConstrainCores=no ConstrainDevices=no >"$dir/cgroup.conf"
+    [[ $cgroup != v2 ]] || echo IgnoreSystemd=yes >>"$dir/cgroup.conf"
+    for node in 0 1 2 3; do : >"$dir/dev/gpu$node"; done
+    echo "NodeName=$prefix[1-$nodes] Name=gpu Count=4 File=$dir/dev/gpu[0-3]" >"$dir/gres.conf"
+    (umask 077 && cat >"$dir/slurmdbd.conf" <<END
+AuthType=auth/munge
+AuthInfo=socket=$dir/run/munge.sock
+DbdHost=$host
+DbdAddr=127.0.0.1
+DbdPort=$((port + 2))
+SlurmUser=$user
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm
+LogFile=$dir/log/slurmdbd.log
+PidFile=$dir/run/slurmdbd.pid
+END
+    )
 }
 
+# --- processes
+
+ours() {  # ours DAEMON...: pids of this instance's daemons: by the environment they were started with, never by a pid file
+    local pid
+    for pid in $(pgrep -x "$(IFS='|'; echo "$*")"); do
+        grep -qszx "SLURM_CONF=$dir/slurm.conf" "/proc/$pid/environ" && echo "$pid"
+    done
+    return 0
+}
+
+running() { [[ -n $(ours "$1") ]]; }
+
+job_processes() {  # pids of the jobs' processes: by control group, and by node name for what left it
+    local directory node pid
+    for ((node = 1; node <= nodes; node++)); do
+        for directory in /sys/fs/cgroup/*/"slurm_$prefix$node" /sys/fs/cgroup/system.slice/"${prefix}${node}_slurmstepd.scope"; do
+            [[ -d $directory ]] && find "$directory" -name cgroup.procs -path '*job_*' -exec cat {} + 2>/dev/null
+        done
+    done
+    for pid in /proc/[0-9]*; do
+        grep -qszE "^SLURMD_NODENAME=$prefix[0-9]+$" "$pid/environ" && grep -qszx "SLURM_CONF=$dir/slurm.conf" "$pid/environ" && echo "${pid#/proc/}"
+    done
+    return 0
+}
+
+start() {  # start COMMAND...: a daemon, with an environment that tells whose it is and none of the caller's open files
+    local fd
+    (
+        for fd in /proc/self/fd/*; do
+            fd=${fd##*/}
+            ((fd <= 2)) || eval "exec $fd>&-"
+        done
+        exec env -i PATH="$PATH" LANG=C.UTF-8 SLURM_CONF="$SLURM_CONF" MYSQL_UNIX_PORT="$dir/db/sock" "$@" </dev/null >>"$dir/log/start.log" 2>&1
+    )
+}
+
+await() {  # await SECONDS WHAT LOG COMMAND...
+    local deadline=$((SECONDS + $1)) what=$2 log=$3
+    shift 3
+    until "$@" >/dev/null 2>&1; do
+        ((SECONDS < deadline)) || { tail -n 15 "$dir/log/$log" "$dir/log/start.log" >&2; refuse "$what; the logs are in $dir/log"; }
+        sleep 0.1
+    done
+}
+
+up_database() {
+    local user
+    user=$(id -un)
+    if ! running mariadbd; then
+        [[ -d $dir/db/mysql ]] || mariadb-install-db --no-defaults --datadir="$dir/db" --user="$user" --skip-test-db \
+            --auth-root-authentication-method=normal >"$dir/log/mariadb-install.log" 2>&1 ||
+            { tail "$dir/log/mariadb-install.log" >&2; refuse "mariadb-install-db failed"; }
+        start setsid mariadbd --no-defaults --datadir="$dir/db" --socket="$dir/db/sock" --pid-file="$dir/db/pid" --skip-networking \
+            --user="$user" --log-error="$dir/log/mariadb.log" --innodb-buffer-pool-size=64M --innodb-flush-log-at-trx-commit=0 &
+    fi
+    await 30 "MariaDB did not start" mariadb.log mariadb-admin --no-defaults --socket="$dir/db/sock" --user=root ping
+    running slurmdbd || start slurmdbd
+    await 30 "slurmdbd did not start" slurmdbd.log sacctmgr -n show cluster
+}
+
+idle_or_busy() { [[ $(sinfo -h -o %T -p low) =~ ^((idle|mixed|allocated|completing)$'\n'?)+$ ]]; }
+
 up() {
-    mkdir -p "$dir"/{state,spool,log,run}
-    write_config
-    export SLURM_CONF=$dir/slurm.conf
-    [[ -f $dir/munge.key ]] || { (umask 077 && head -c 1024 /dev/urandom >"$dir/munge.key"); }
-    munged --key-file="$dir/munge.key" --socket="$dir/run/munge.sock" --pid-file="$dir/run/munged.pid" \
+    check
+    install
+    mkdir -p "$dir"/{state,spool,log,run,dev}
+    chmod 755 "$dir" "$dir"/{state,spool,log,run,dev}
+    (umask 077 && mkdir -p "$dir/db")
+    local node other
+    for other in $(pgrep -x slurmd); do
+        grep -qszx -- "$prefix[0-9]*" "/proc/$other/cmdline" && ! grep -qszx "SLURM_CONF=$dir/slurm.conf" "/proc/$other/environ" &&
+            refuse "another Slurm on this machine has nodes ${prefix}1 ...; choose another MINISLURM_PREFIX (process $other)"
+    done
+    running slurmctld || write_config
+    [[ -f $dir/munge.key ]] || (umask 077 && head -c 1024 /dev/urandom >"$dir/munge.key")
+    running munged || start munged --key-file="$dir/munge.key" --socket="$dir/run/munge.sock" --pid-file="$dir/run/munged.pid" \
         --log-file="$dir/log/munged.log" --seed-file="$dir/run/munge.seed" --force
-    slurmctld -f "$SLURM_CONF"
-    local node
-    for ((node = 1; node <= nodes; node++)); do slurmd -f "$SLURM_CONF" -N "$prefix$node"; done
-    until [[ $(sinfo -h -o %T -p low 2>/dev/null | sort -u) == idle ]]; do sleep 0.2; done
+    up_database
+    running slurmctld || start slurmctld
+    for ((node = 1; node <= nodes; node++)); do
+        grep -qsxz -- "$prefix$node" /proc/[0-9]*/cmdline || start slurmd -N "$prefix$node"
+    done
+    await 30 "the nodes did not come up" slurmctld.log idle_or_busy
+    echo "minislurm: $nodes nodes are up; point this shell at them: eval \"\$(${script/#$PWD\//} env)\""
 }
 
 down() {
-    local file
-    for file in "$dir"/run/slurmctld.pid "$dir"/run/slurmd-*.pid "$dir"/run/munged.pid; do
-        [[ -f $file ]] && kill "$(<"$file")" 2>/dev/null || true
+    local jobs deadline=$((SECONDS + 15)) pid name
+    if running slurmctld; then  # in order: jobs are cancelled, and Slurm hears of the end of each
+        timeout 5 scancel --full --quiet --partition=low 2>/dev/null || true
+        timeout 5 scancel --full --quiet --partition=grace,high 2>/dev/null || true
+        jobs=$(job_processes)
+        [[ -z $jobs ]] || kill -KILL $jobs 2>/dev/null || true
+        while [[ -n $(timeout 5 squeue -h 2>/dev/null) ]] && ((SECONDS < deadline)); do sleep 0.2; done
+    fi
+    for name in slurmd slurmctld slurmdbd mariadbd munged; do
+        jobs=$(ours "$name")
+        [[ -z $jobs ]] || kill $jobs 2>/dev/null || true
+        deadline=$((SECONDS + 15))
+        while running "$name" && ((SECONDS < deadline)); do sleep 0.1; done
+    done
+    while jobs=$(ours $(tr '|' ' ' <<<"$daemons"); job_processes) && [[ -n $jobs ]] && ((SECONDS < deadline + 15)); do
+        kill -KILL $jobs 2>/dev/null || true
+        sleep 0.1
     done
 }
 
 case ${1:-} in
-up) up ;;
-down) down ;;
-status) SLURM_CONF=$dir/slurm.conf sinfo ;;
+up | down) "$1" ;;
+install) install ;;
+status) running slurmctld && sinfo -o '%.10P %.5a %.10l %.6D %.10T %N' || { echo "minislurm: not running in $dir"; exit 1; } ;;
 env) echo "export SLURM_CONF=$dir/slurm.conf" ;;
-*) sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+*) sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
