@@ -118,6 +118,7 @@ AccountingStorageHost=127.0.0.1
 AccountingStoragePort=$((port + 2))
 AccountingStoragePass=$dir/run/munge.sock
 AccountingStoreFlags=job_comment
+AccountingStorageTRES=gres/gpu
 MaxArraySize=1001
 FirstJobId=$((port / 10 % 1000 * 100 + 1))
 GresTypes=gpu
@@ -131,7 +132,7 @@ END
     # The nodes claim more CPUs than the machine has, so that cores can't be bound; memory limits are real.
     printf '%s\n' CgroupAutomount=no "CgroupPlugin=cgroup/${cgroup:-v1}" ConstrainRAMSpace=yes ConstrainCores=no ConstrainDevices=no >"$dir/cgroup.conf"
     [[ $cgroup != v2 ]] || echo IgnoreSystemd=yes >>"$dir/cgroup.conf"
-    for node in 0 1 2 3; do : >"$dir/dev/gpu$node"; done
+    for node in 0 1 2 3; do ln -sfn /dev/null "$dir/dev/gpu$node"; done  # a GPU has to be a device to Slurm
     echo "NodeName=$prefix[1-$nodes] Name=gpu Count=4 File=$dir/dev/gpu[0-3]" >"$dir/gres.conf"
     (umask 077 && cat >"$dir/slurmdbd.conf" <<END
 AuthType=auth/munge
@@ -255,6 +256,7 @@ down() {
         kill -KILL $jobs 2>/dev/null || true
         sleep 0.1
     done
+    find /sys/fs/cgroup -depth -type d -path "*/slurm_$prefix[1-9]*" -exec rmdir {} + 2>/dev/null || true
 }
 
 case ${1:-} in
