@@ -99,6 +99,15 @@ class JobRecord:
         array, task = self.text("ArrayJobId"), self.text("ArrayTaskId")
         return f"{array}_{task}" if array and task else self.fields["JobId"]
 
+    def covers(self, job_id: str) -> bool:
+        """Whether this is the record of a job, or of a task of its array: those that still wait share one."""
+        array, _, task = job_id.partition("_")
+        if job_id == self.job_id or array != self.text("ArrayJobId"):
+            return job_id == self.job_id
+        tasks = (self.text("ArrayTaskId") or "").partition("%")[0]  # such as 0-3,7,10-20:2%4
+        parts = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", tasks)
+        return not task or any(int(task) in range(int(a), int(b or a) + 1, int(step or 1)) for a, b, step in parts)
+
     @property
     def states(self) -> set[str]:
         """JobState's parts: newer versions add flags to a base state."""
@@ -194,11 +203,15 @@ def show_job(job_id: str, *, timeout_s: float = COMMAND_TIMEOUT_S) -> JobRecord 
     try:
         text = _run("scontrol", "show", "job", "-o", job_id, timeout_s=timeout_s)
     except SlurmError as error:
-        if "Invalid job id" in str(error):
+        if _unknown(error):
             return None
         raise
-    found = [record for record in map(JobRecord, records(text)) if record.job_id == job_id]
-    return found[0] if found else None
+    return next((record for record in map(JobRecord, records(text)) if record.covers(job_id)), None)
+
+
+def _unknown(error: SlurmError) -> bool:
+    """Whether the controller answered, but not with a job."""
+    return bool(re.search(r"Invalid job id|Job \S+ not found", str(error)))
 
 
 def queue(
@@ -231,11 +244,13 @@ def _known(job_ids: set[str]) -> dict[str, JobRecord]:
         try:
             text = _run("scontrol", "show", "job", "-o", *filter(None, [question]))
         except SlurmError as error:
-            if "Invalid job id" in str(error):
+            if _unknown(error):
                 continue
             raise
         found += map(JobRecord, records(text))
-    return {job.job_id: job for job in found if job_ids & {job.job_id, job.fields.get("ArrayJobId", "")}}
+    # A task's own id leads to its record, also while it shares one; an array's id leads to all its records.
+    named = {job_id: job for job_id in job_ids if "_" in job_id for job in found if job.covers(job_id)}
+    return {job.job_id: job for job in found if any(job.covers(job_id) for job_id in job_ids)} | named
 
 
 def accounting(job_id: str) -> list[dict[str, str]] | None:
@@ -348,7 +363,7 @@ def records(text: str) -> list[dict[str, str]]:
 def _run(*command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
     """Standard output of a Slurm command. Raises SlurmError for a nonzero exit, no answer, no such program."""
     # Seconds since the epoch wherever a time is printed: neither time zones nor daylight saving can shift a deadline.
-    environ = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
+    environ = {**os.environ, "SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}  # nor are tasks' numbers cut off
     shown = " ".join(command)
     try:
         done = subprocess.run(
