@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real Slurm on this machine without systemd: one controller, several nodes, fake GPUs, preemption, accounting.
 #
-# usage: scripts/minislurm.sh up|down|status|env|install      eval "$(scripts/minislurm.sh env)" points this shell at it
+# usage: scripts/minislurm.sh up|down|status|env|install|off NODE     eval "$(scripts/minislurm.sh env)" points this shell at it
 #   MINISLURM_DIR     where it lives (default /tmp/minislurm)   MINISLURM_PORT   first of its 40 ports (default 27800)
 #   MINISLURM_NODES   how many nodes (default 4)                MINISLURM_PREFIX of the nodes' names (default n)
 #   MINISLURM_EXTRA   a file whose lines end slurm.conf         MINISLURM_PROCTRACK=linuxproc works without root and cgroups,
@@ -16,7 +16,8 @@ port=${MINISLURM_PORT:-27800} nodes=${MINISLURM_NODES:-4} prefix=${MINISLURM_PRE
 proctrack=${MINISLURM_PROCTRACK:-cgroup} extra=${MINISLURM_EXTRA:-}
 export PATH=$PATH:/usr/sbin:/sbin SLURM_CONF=$dir/slurm.conf
 packages=(slurm-wlm slurmdbd munge mariadb-server)
-daemons='munged|mariadbd|slurmdbd|slurmctld|slurmd|slurmstepd'
+names=()
+for ((i = 1; i <= nodes; i++)); do names+=("$prefix$i"); done
 
 refuse() { printf 'minislurm: %s\n' "$*" >&2; exit 1; }
 
@@ -153,28 +154,38 @@ END
 
 # --- processes
 
-ours() {  # ours DAEMON...: pids of this instance's daemons: by the environment they were started with, never by a pid file
+ours() {  # ours DAEMON...: pids of this instance's daemons: by how they were started, never by a pid file that may be stale
     local pid
     for pid in $(pgrep -x "$(IFS='|'; echo "$*")"); do
-        grep -qszx "SLURM_CONF=$dir/slurm.conf" "/proc/$pid/environ" && echo "$pid"
+        if grep -qszx "SLURM_CONF=$dir/slurm.conf" "/proc/$pid/environ" || [[ $(readlink "/proc/$pid/cwd") == "$dir"/* ]]; then
+            echo "$pid"  # slurmstepd overwrites its environment, and stays where its slurmd is
+        fi
     done
     return 0
 }
 
 running() { [[ -n $(ours "$1") ]]; }
 
-job_processes() {  # pids of the jobs' processes: by control group, and by node name for what left it
+slurmd_of() {  # slurmd_of NODE
+    local pid
+    for pid in $(ours slurmd); do grep -qszx -- "$1" "/proc/$pid/cmdline" && echo "$pid"; done
+    return 0
+}
+
+job_processes() {  # job_processes NODE...: pids of the jobs' processes: by control group, and by node name for what left it
     local directory node pid
-    for ((node = 1; node <= nodes; node++)); do
-        for directory in /sys/fs/cgroup/*/"slurm_$prefix$node" /sys/fs/cgroup/system.slice/"${prefix}${node}_slurmstepd.scope"; do
+    for node in "$@"; do
+        for directory in /sys/fs/cgroup/*/"slurm_$node" /sys/fs/cgroup/system.slice/"${node}_slurmstepd.scope"; do
             [[ -d $directory ]] && find "$directory" -name cgroup.procs -path '*job_*' -exec cat {} + 2>/dev/null
         done
-    done
-    for pid in /proc/[0-9]*; do
-        grep -qszE "^SLURMD_NODENAME=$prefix[0-9]+$" "$pid/environ" && grep -qszx "SLURM_CONF=$dir/slurm.conf" "$pid/environ" && echo "${pid#/proc/}"
+        for pid in $(pgrep .); do
+            grep -qszx "SLURMD_NODENAME=$node" "/proc/$pid/environ" && grep -qszx "SLURM_CONF=$dir/slurm.conf" "/proc/$pid/environ" && echo "$pid"
+        done
     done
     return 0
 }
+
+kill_all() { (($# == 0)) || kill -KILL "$@" 2>/dev/null || true; }
 
 start() {  # start COMMAND...: a daemon, with an environment that tells whose it is and none of the caller's open files
     local fd
@@ -231,37 +242,45 @@ up() {
     up_database
     running slurmctld || start slurmctld
     for ((node = 1; node <= nodes; node++)); do
-        grep -qsxz -- "$prefix$node" /proc/[0-9]*/cmdline || start slurmd -N "$prefix$node"
+        [[ -n $(slurmd_of "$prefix$node") ]] || start slurmd -N "$prefix$node"
     done
     await 30 "the nodes did not come up" slurmctld.log idle_or_busy
     echo "minislurm: $nodes nodes are up; point this shell at them: eval \"\$(${script/#$PWD\//} env)\""
 }
 
+off() {  # what a power failure does: nobody says goodbye
+    [[ " ${names[*]} " == *" $1 "* ]] || refuse "off ${1:-} needs a node: ${names[*]}"
+    # shellcheck disable=SC2046
+    kill_all $(slurmd_of "$1") $(job_processes "$1")
+}
+
 down() {
-    local jobs deadline=$((SECONDS + 15)) pid name
+    local deadline=$((SECONDS + 15)) name pids
     if running slurmctld; then  # in order: jobs are cancelled, and Slurm hears of the end of each
-        timeout 5 scancel --full --quiet --partition=low 2>/dev/null || true
-        timeout 5 scancel --full --quiet --partition=grace,high 2>/dev/null || true
-        jobs=$(job_processes)
-        [[ -z $jobs ]] || kill -KILL $jobs 2>/dev/null || true
+        for name in low grace high; do timeout 5 scancel --full --quiet --partition="$name" 2>/dev/null || true; done
+        # shellcheck disable=SC2046
+        kill_all $(job_processes "${names[@]}")
         while [[ -n $(timeout 5 squeue -h 2>/dev/null) ]] && ((SECONDS < deadline)); do sleep 0.2; done
     fi
     for name in slurmd slurmctld slurmdbd mariadbd munged; do
-        jobs=$(ours "$name")
-        [[ -z $jobs ]] || kill $jobs 2>/dev/null || true
+        mapfile -t pids < <(ours "$name")
+        ((${#pids[@]})) && kill "${pids[@]}" 2>/dev/null || true
         deadline=$((SECONDS + 15))
         while running "$name" && ((SECONDS < deadline)); do sleep 0.1; done
     done
-    while jobs=$(ours $(tr '|' ' ' <<<"$daemons"); job_processes) && [[ -n $jobs ]] && ((SECONDS < deadline + 15)); do
-        kill -KILL $jobs 2>/dev/null || true
+    deadline=$((SECONDS + 15))
+    while mapfile -t pids < <(ours munged mariadbd slurmdbd slurmctld slurmd slurmstepd; job_processes "${names[@]}") && ((${#pids[@]} && SECONDS < deadline)); do
+        kill_all "${pids[@]}"
         sleep 0.1
     done
+    ((${#pids[@]} == 0)) || refuse "these processes don't end: ${pids[*]}"
     find /sys/fs/cgroup -depth -type d -path "*/slurm_$prefix[1-9]*" -exec rmdir {} + 2>/dev/null || true
 }
 
 case ${1:-} in
 up | down) "$1" ;;
 install) install ;;
+off) off "${2:-}" ;;
 status) running slurmctld && sinfo -o '%.10P %.5a %.10l %.6D %.10T %N' || { echo "minislurm: not running in $dir"; exit 1; } ;;
 env) echo "export SLURM_CONF=$dir/slurm.conf" ;;
 *) sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
