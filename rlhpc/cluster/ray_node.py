@@ -36,6 +36,8 @@ class RaySpec:
     start_timeout_s: float
     network_interface: str | None
     temp_root: str
+    stop_lead_s: float = 0.0  # launch.stop_lead_s: tells a warning of the time limit from another signal
+    max_attempts_without_progress: int = 2  # launch's; batch.py reads it
 
     def write(self, run_dir: Path) -> None:
         """Publishes <run_dir>/cluster.json."""
