@@ -31,3 +31,7 @@ class TrainingError(RlhpcError):
 
 class SlurmError(RlhpcError):
     """A command of Slurm failed or gave no answer; the message holds the command, its exit code and what it said."""
+
+
+class RankLostError(TrainingError):
+    """A rank or its node died without an answer: killed, out of memory, powered off. Another attempt may get further."""

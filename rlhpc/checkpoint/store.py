@@ -78,10 +78,10 @@ class CheckpointStore:
         manifest.verify(checksums=checksums)
         return manifest
 
-    def has(self, step: int) -> bool:
-        """Whether the step is committed and all of it verifies, checksums included."""
+    def has(self, step: int, *, checksums: bool = True) -> bool:
+        """Whether the step is committed and all of it verifies, as `load` says."""
         try:
-            self.load(step)
+            self.load(step, checksums=checksums)
         except CheckpointError:
             return False
         return True

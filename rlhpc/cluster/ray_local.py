@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
 
 from rlhpc.cluster.session import TOKEN_VARIABLE, Reaper, Session, open_session
-from rlhpc.cluster.stop import STOP_SIGNALS
+from rlhpc.cluster.stop import STOP_SIGNALS, blocked
 from rlhpc.config.schema import ClusterConfig
 from rlhpc.errors import ConfigError
 
@@ -28,7 +27,7 @@ def local_ray(cluster: ClusterConfig, *, num_ranks: int, num_gpus: int) -> Itera
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"  # vLLM's peer-to-peer check needs to see its peers
     try:
-        with _unheard_by_children(STOP_SIGNALS):
+        with blocked(STOP_SIGNALS):
             ray.init(
                 address="local",
                 num_cpus=num_ranks * cluster.cpus_per_rank,
@@ -45,14 +44,3 @@ def local_ray(cluster: ClusterConfig, *, num_ranks: int, num_gpus: int) -> Itera
         ray.shutdown()
         os.environ.pop(TOKEN_VARIABLE, None)
         reaper.close()
-
-
-@contextmanager
-def _unheard_by_children(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Processes started meanwhile inherit a mask that holds the signals back. timeout, systemd and Slurm send them to
-    every process of a job, and ranks have to outlive the checkpoint with which the driver answers."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -3,35 +3,81 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
+from rlhpc.cluster.attempt import Attempt
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # and Ctrl-C, from which Ray shields its processes itself
+SAFETY = 1.2  # estimates of what remains are taken a fifth longer
 
 
 class StopRequested(Exception):
-    """The step in progress is abandoned; the state from the step's start is what counts."""
+    """A stop was asked for while no weight had changed: the state from the step's start is what counts."""
+
+
+class UpdateCut(Exception):
+    """A stop was asked for in mid-update, and the rest doesn't fit before the deadline: the last checkpoint counts."""
 
 
 class StopFlag:
     """Set by SIGTERM, SIGUSR2 or Ctrl-C. A second Ctrl-C interrupts at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, attempt: Attempt | None = None) -> None:
         self.reason: str | None = None
+        self.at = 0.0  # when the signal came and when the driver turned to it, seconds since the epoch
+        self.seen_at = 0.0
+        self._attempt = attempt
 
     def install(self) -> None:
-        """Takes over the signals; main thread only."""
+        """Takes over the signals; main thread only. To be repeated after a library has taken them."""
         for number in (*STOP_SIGNALS, signal.SIGINT):
             signal.signal(number, self._on_signal)
+
+    @contextmanager
+    def kept_from_others(self) -> Iterator[None]:
+        """Holds stop signals back while a library installs handlers of its own, and takes over again."""
+        with blocked(STOP_SIGNALS):
+            yield
+            self.install()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason is not None:
             raise KeyboardInterrupt
-        self.reason = signal.Signals(number).name
+        if self.reason is None:
+            self.reason, self.at = signal.Signals(number).name, time.time()
 
     def requested(self) -> bool:
+        if self.reason is not None and not self.seen_at:
+            self.seen_at = time.time()
         return self.reason is not None
 
     def check(self) -> None:
         """Raises StopRequested once a stop was asked for."""
-        if self.reason is not None:
+        if self.requested():
             raise StopRequested(self.reason)
+
+    def deadline(self) -> float | None:
+        """When the scheduler kills, seconds since the epoch, as the attempt's stop.json says at this moment; None where
+        nobody will, or nobody knows when."""
+        notice = self._attempt.stop_notice() if self._attempt else None
+        return notice.deadline if notice else None
+
+    def leaves(self, seconds: float) -> bool:
+        """Whether there is time for `seconds` of work, taken a fifth longer; always without a deadline."""
+        deadline = self.deadline()
+        return deadline is None or time.time() + SAFETY * seconds <= deadline
+
+
+@contextmanager
+def blocked(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """Holds signals back from this thread. Processes started meanwhile inherit the mask, which is how Ray's daemons
+    and ranks stay deaf to what timeout, systemd and Slurm send to every process of a job: they have to outlive the
+    checkpoint with which the driver answers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -44,6 +44,17 @@ def load(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
     return _with_absolute_paths(config)
 
 
+def load_file(path: Path) -> RunConfig:
+    """The configuration that `to_yaml` wrote to a file, such as <run_dir>/config.yaml. Raises ConfigError."""
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    try:
+        return load(OmegaConf.load(path))  # type: ignore[arg-type]
+    except (OSError, YAMLError) as error:
+        raise ConfigError(f"{path} can't be read: {error}; it is written when a run is launched") from error
+
+
 def violations(tree: Mapping[str, Any]) -> list[str]:
     """What is wrong with a part of the configuration tree, such as the overrides alone: keys and types."""
     problems: list[str] = []

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """Collects `timing_s/<phase>`; a phase entered again adds up. An exception's time counts too."""
+    """Collects `timing_s/<phase>`; a phase entered again adds up. An exception's time counts too. `entered` hears of
+    each phase that begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, entered: Callable[[str], None] | None = None) -> None:
         self._seconds: dict[str, float] = {}
+        self._entered = entered
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        if self._entered:
+            self._entered(name)
         begin = time.perf_counter()
         try:
             yield

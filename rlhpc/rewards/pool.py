@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
@@ -26,6 +26,7 @@ from rlhpc.rewards.rules import REWARDS, reward_of_source
 
 _START_TIMEOUT_S = 180.0  # loading code from a busy shared file system
 _CHUNK = 64  # items per message
+_PATIENCE_S = 0.25  # between two calls of `waiting`
 # A call gives up on what is unscored after this many time-outs per worker, if they are this share of results.
 _HOPELESS_TIMEOUTS = 10
 _HOPELESS_SHARE = 0.1
@@ -130,8 +131,11 @@ class RewardPool:
             while not all(worker.ready for worker in self._workers):
                 self._receive(_Call())
 
-    def score(self, items: Sequence[tuple[str, str, str]]) -> list[RewardResult]:
-        """Scores (completion, ground truth, data source) items; results are in the same order.
+    def score(
+        self, items: Sequence[tuple[str, str, str]], *, waiting: Callable[[], None] = lambda: None
+    ) -> list[RewardResult]:
+        """Scores (completion, ground truth, data source) items; results are in the same order. `waiting` is called a
+        few times a second meanwhile; what it raises ends the call, and whatever a reward is at.
 
         When more than a tenth time out, at least ten per worker, the rest is given up as timed out. Raises
         ConfigError for a data source without reward or a reward that can't be loaded, TrainingError when a
@@ -140,7 +144,7 @@ class RewardPool:
         names = {source: self._name or reward_of_source(source) for source in {item[2] for item in items}}
         requests = [(names[source], completion, truth) for completion, truth, source in items]
         with self._lock:
-            results = self._score(_Call(requests, queue=deque(range(len(requests)))))
+            results = self._score(_Call(requests, queue=deque(range(len(requests)))), waiting)
         failed = [result for result in results if result.status != "ok"]
         if failed:
             log.warning("%d of %d rewards failed; the first: %s", len(failed), len(results), failed[0].detail)
@@ -180,11 +184,12 @@ class RewardPool:
         self._workers[self._workers.index(worker)] = self._start()
         return code
 
-    def _score(self, call: _Call) -> list[RewardResult]:
+    def _score(self, call: _Call, waiting: Callable[[], None]) -> list[RewardResult]:
         if not self._finalizer.alive:
             raise TrainingError("the reward pool is closed")
         try:
             while len(call.results) < len(call.requests):
+                waiting()
                 for worker in list(self._workers):
                     if call.queue and not worker.pending:
                         self._send(worker, call)
@@ -216,7 +221,7 @@ class RewardPool:
         busy = [worker for worker in self._workers if worker.pending or not worker.ready]
         if not busy:
             return
-        patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
+        patience = min(_PATIENCE_S, max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
         speaking = wait([worker.connection for worker in busy], patience)
         for worker in busy:
             if worker.connection in speaking:

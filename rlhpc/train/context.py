@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,15 +12,17 @@ from typing import Any
 import numpy as np
 
 from rlhpc.checkpoint.store import CheckpointStore
-from rlhpc.cluster.stop import StopFlag
+from rlhpc.cluster.stop import StopFlag, UpdateCut
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.cursor import PromptCursor
 from rlhpc.data.dataset import PromptDataset
 from rlhpc.data.packing import TokenSequence
-from rlhpc.data.types import Completion, Prompt
+from rlhpc.data.types import Completion, Prompt, Trajectory
 from rlhpc.errors import TrainingError
 from rlhpc.metrics.reporter import Reporter
+from rlhpc.metrics.timer import PhaseTimer
 from rlhpc.train.persistence import TrainState, save_sequences
+from rlhpc.train.progress import PHASES, Progress
 from rlhpc.train.protocols import LossSpec, SamplingSpec
 from rlhpc.train.ranks import Ranks
 from rlhpc.train.scoring import Scorer
@@ -40,30 +43,37 @@ class Run:
     store: CheckpointStore
     reporter: Reporter
     stop: StopFlag
+    progress: Progress
     total_steps: int
 
     @property
     def needs_reference(self) -> bool:
         return self.cfg.actor_rollout_ref.actor.use_kl_loss or self.cfg.algorithm.use_kl_in_reward
 
-    def save_due(self, step: int, finished: bool) -> bool:
+    def timer(self, step: int) -> PhaseTimer:
+        """Times the phases of a step, and says in progress.json which one it is."""
+        return PhaseTimer(lambda name: self.progress.enter(step, PHASES[name]))
+
+    def save_due(self, step: int) -> bool:
         """Every save_freq steps, and at the end."""
         freq = self.cfg.trainer.save_freq
-        if finished:
-            return self.cfg.checkpoint.save_final or self.stop.requested()
+        if step >= self.total_steps:
+            return self.cfg.checkpoint.save_final
         return step > 0 and freq > 0 and step % freq == 0
 
     def validate(self, state: TrainState) -> TrainState:
-        """The state with validation metrics in its record, where due and not restored with the state."""
+        """The state with validation metrics in its record, where due and not restored with the state. Raises
+        StopRequested between chunks: the run that goes on validates again."""
         if not self.validation.due(state.step, self.total_steps) or any(
             name.startswith("val-core/") for name in state.record
         ):
             return state
-        metrics, samples = self.validation.evaluate(
-            self.ranks,
-            state.step,
-            lambda fraction: self.reporter.progress(state.step, "testing", fraction),
-        )
+
+        def between_chunks(fraction: float) -> None:
+            self.stop.check()
+            self.reporter.progress(state.step, "testing", fraction)
+
+        metrics, samples = self.validation.evaluate(self.ranks, state.step, between_chunks)
         self.reporter.generations(state.step, samples)
         return replace(state, record=state.record | metrics)
 
@@ -104,8 +114,14 @@ class Run:
             between_chunks=between_chunks,
         )
 
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], seed: int) -> list[Trajectory]:
+        """Trajectories with their rewards. Raises StopRequested while a reward is waited for."""
+        return self.scorer.score(prompts, completions, seed=seed, control=True)
+
     def logprobs(self, sequences: Sequence[TokenSequence], model: str) -> list[np.ndarray]:
-        """Per-token logprobs under the "policy" or the "reference", at the sampling temperature."""
+        """Per-token logprobs under the "policy" or the "reference", at the sampling temperature. Raises StopRequested
+        before it begins."""
+        self.stop.check()
         rollout, ref, actor = (
             self.cfg.actor_rollout_ref.rollout,
             self.cfg.actor_rollout_ref.ref,
@@ -119,6 +135,28 @@ class Run:
             max_tokens=limits.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
             max_sequences=limits.log_prob_micro_batch_size_per_gpu,
         )
+
+    def in_time(self, step: int, mini_batches: Sequence[list[TokenSequence]]) -> Iterator[list[TokenSequence]]:
+        """The mini-batches of an update, one after the other, unless a stop makes it pointless to go on.
+
+        Before the first one no weight has changed: StopRequested. After it the update is finished when what remains,
+        judged by the slowest mini-batch so far, and the save end before the deadline; else UpdateCut, and nothing of
+        the step is kept.
+        """
+        self.stop.check()
+        slowest_s = 0.0
+        for done, mini_batch in enumerate(mini_batches):
+            if done and self.stop.requested():
+                self.progress.stopping()
+                needed_s = slowest_s * (len(mini_batches) - done) + self.progress.save_s
+                if not self.stop.leaves(needed_s):
+                    raise UpdateCut(
+                        f"{self.stop.reason} in the update of step {step}: its rest and a save take some "
+                        f"{needed_s:.0f} s, more than is left, so nothing of the step is kept"
+                    )
+            begin = time.monotonic()
+            yield mini_batch
+            slowest_s = max(slowest_s, time.monotonic() - begin)
 
     def optimize(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
         """One optimizer step on a mini-batch; its global token and sequence counts normalise the loss."""

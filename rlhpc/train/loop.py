@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from hashlib import blake2b
 
 import numpy as np
@@ -12,43 +11,44 @@ from rlhpc.cluster.stop import StopRequested
 from rlhpc.config.schema import ActorConfig
 from rlhpc.data.packing import TokenSequence
 from rlhpc.metrics.records import batch_metrics
-from rlhpc.metrics.timer import PhaseTimer
 from rlhpc.train.batch import RolloutBatch, prepare
 from rlhpc.train.context import Run
-from rlhpc.train.persistence import TrainState, restore, save
+from rlhpc.train.persistence import TrainState, restore, save_and_leave, save_periodically
 
 
 def train(run: Run) -> TrainState:
-    """From the newest checkpoint, or the beginning, to the last step or a stop.
+    """From the newest checkpoint, or the beginning, to the last step.
 
     A step's weights are published and validated before they are committed together with the step's metrics: a run
     killed anywhere finds a checkpoint whose record is whole, and a resumed run repeats nothing that was committed.
+    Raises StopRequested after a stop, once the last whole step is committed.
     """
     state = restore(run)
     while True:
-        timer = PhaseTimer()
-        with timer.phase("update_weights"):
-            moved_bytes = run.ranks.publish(state.step)
-        with timer.phase("testing"):
-            state = run.validate(state)
-        finished = state.step >= run.total_steps or run.stop.requested()
-        if run.save_due(state.step, finished):
-            with timer.phase("save_checkpoint"):
-                save(run, state)
-        run.reporter.log(state.step, state.record | timer.metrics() | {"perf/reshard_bytes": moved_bytes})
-        if finished:
-            return state
         try:
+            timer = run.timer(state.step)
+            with timer.phase("update_weights"):
+                moved_bytes = run.ranks.publish(state.step)
+            with timer.phase("testing"):
+                state = run.validate(state)
+            if run.save_due(state.step):
+                with timer.phase("save_checkpoint"):
+                    state = save_periodically(run, state)
+            run.reporter.log(state.step, state.record | timer.metrics() | {"perf/reshard_bytes": moved_bytes})
+            if state.step >= run.total_steps:
+                return state
             state = train_step(run, state)
-        except StopRequested:  # nothing of the step has reached the weights: the state from its start stands
-            save(run, state)
-            return state
+            run.stop.check()
+        except StopRequested:  # between steps, or in one that has not reached the weights: the state stands
+            save_and_leave(run, state)
+            raise
 
 
 def train_step(run: Run, state: TrainState) -> TrainState:
-    """Sample, score, compare, estimate, update. Raises StopRequested only while no weight has changed."""
-    cfg, step, timer = run.cfg, state.step + 1, PhaseTimer()
-    actor = cfg.actor_rollout_ref.actor
+    """Sample, score, compare, estimate, update. Raises StopRequested only while no weight has changed, and UpdateCut
+    where a change can't be finished in time."""
+    cfg, step = run.cfg, state.step + 1
+    actor, timer = cfg.actor_rollout_ref.actor, run.timer(step)
     seed = step_seed(cfg.seed, step)
     run.cursor.load(state.cursor)
 
@@ -56,22 +56,21 @@ def train_step(run: Run, state: TrainState) -> TrainState:
         prompts = [run.dataset[index] for index in run.cursor.next()]
         completions = run.generate(prompts, seed, step)
     with timer.phase("reward"):
-        trajectories = run.scorer.score(prompts, completions, seed=seed, control=True)
+        trajectories = run.score(prompts, completions, seed)
         rollout = RolloutBatch.collate(trajectories, cfg.actor_rollout_ref.rollout.n)
-    run.stop.check()
 
     with timer.phase("old_log_prob"):
         run.ranks.begin_update()
         trainer_logprobs = run.logprobs(rollout.sequences(), "policy")
     with timer.phase("ref"):
         ref_logprobs = run.logprobs(rollout.sequences(), "reference") if run.needs_reference else None
-    run.stop.check()
 
     with timer.phase("adv"):
         batch = prepare(rollout, trainer_logprobs, ref_logprobs, cfg.algorithm, kl_in_loss=actor.use_kl_loss)
     with timer.phase("update_actor"):
         updates = []
-        for mini_batch in mini_batches(rollout.sequences(**batch.fields), actor, cfg.actor_rollout_ref.rollout.n, seed):
+        sequences = rollout.sequences(**batch.fields)
+        for mini_batch in run.in_time(step, mini_batches(sequences, actor, cfg.actor_rollout_ref.rollout.n, seed)):
             with run.batch_kept_on_failure(step, mini_batch):
                 updates.append(run.optimize(mini_batch))
 
@@ -87,17 +86,17 @@ def train_step(run: Run, state: TrainState) -> TrainState:
     return TrainState(step, run.cursor.state(), record)
 
 
-def mini_batches(
-    sequences: list[TokenSequence], actor: ActorConfig, n: int, seed: int
-) -> Iterator[list[TokenSequence]]:
+def mini_batches(sequences: list[TokenSequence], actor: ActorConfig, n: int, seed: int) -> list[list[TokenSequence]]:
     """`ppo_mini_batch_size` prompts with all their n trajectories at a time, `ppo_epochs` times over."""
     size = actor.ppo_mini_batch_size * n
+    batches = []
     for epoch in range(actor.ppo_epochs):
         order = np.arange(len(sequences))
         if actor.shuffle:
             order = np.random.default_rng([seed, epoch]).permutation(len(sequences))
         for begin in range(0, len(sequences), size):
-            yield [sequences[index] for index in order[begin : begin + size]]
+            batches.append([sequences[index] for index in order[begin : begin + size]])
+    return batches
 
 
 def step_seed(run_seed: int, step: int) -> int:

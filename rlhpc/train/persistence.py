@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from rlhpc.checkpoint.durable import DiskFullError
 from rlhpc.checkpoint.manifest import CheckpointManifest
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.data.packing import TokenSequence
@@ -29,12 +31,15 @@ class TrainState:
 
 
 def restore(run: Run) -> TrainState:
-    """Brings ranks, cursor and metrics to the newest committed step; the initial state when there is none."""
+    """Brings ranks, cursor and metrics to the newest committed step; the initial state when there is none. From here on
+    no earlier attempt of the run can publish. Raises StopRequested when a stop is asked for meanwhile."""
+    run.progress.enter(0, "restore")
+    run.store.acquire()
     manifest = _chosen_manifest(run)
     if manifest is None:
         state = TrainState(0, run.cursor.state())
     else:
-        run.ranks.load(manifest)
+        run.ranks.load(manifest, run.stop.check)
         state = TrainState(**manifest.state["train"])
         run.reporter.say(f"resuming after step {state.step} from {manifest.directory}")
     run.reporter.cut_back(state.step)
@@ -68,8 +73,9 @@ def _load_from(directory: Path) -> CheckpointManifest:
 def save(run: Run, state: TrainState) -> None:
     """Commits the state and the ranks' tensors as one checkpoint, then retires old ones. A save that fails leaves
     the earlier checkpoints as they are."""
-    if run.store.has(state.step):
+    if run.store.has(state.step, checksums=False):
         return
+    begin = time.monotonic()
     pending = run.store.begin(state.step)
     try:
         entries = run.ranks.save(pending.directory)
@@ -77,7 +83,30 @@ def save(run: Run, state: TrainState) -> None:
         run.store.abandon(pending)
         raise
     run.store.commit(pending, entries, {"train": asdict(state), "wandb": run.reporter.wandb_id})
+    run.progress.committed(state.step, time.monotonic() - begin)
     run.store.retain(run.cfg.checkpoint.keep)
+
+
+def save_periodically(run: Run, state: TrainState) -> TrainState:
+    """A save that has no room is made up for by the next one: the run goes on, and its metrics tell
+    `checkpoint/failed_saves`. After the last step there is no next one."""
+    try:
+        save(run, state)
+    except DiskFullError as error:
+        if state.step >= run.total_steps:
+            raise
+        run.reporter.say(f"WARNING: step {state.step} is not saved, training goes on: {error}")
+        return replace(state, record=state.record | {"checkpoint/failed_saves": 1.0})
+    return state
+
+
+def save_and_leave(run: Run, state: TrainState) -> None:
+    """Answers a stop: commits the state where it isn't, and says how the run goes on."""
+    run.progress.stopping()
+    run.reporter.say(f"{run.stop.reason}: stopping after step {state.step}")
+    with run.timer(state.step).phase("save_checkpoint"):
+        save(run, state)
+    run.reporter.close_run(state.step, finished=False)
 
 
 def save_sequences(path: Path, sequences: Sequence[TokenSequence]) -> None:

@@ -14,11 +14,19 @@ from rlhpc.train.protocols import LossSpec, SamplingSpec
 
 
 class Caller(Protocol):
-    """Calls a method on every rank together; `per_rank` gives each rank its positional arguments."""
+    """Calls a method on every rank together; `per_rank` gives each rank its positional arguments. `waiting` is called a
+    few times a second meanwhile, and may raise to give up; the ranks can't be called any more then."""
 
     world_size: int
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]] | None = None, **common: Any) -> list[Any]: ...
+    def call(
+        self,
+        method: str,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+        *,
+        waiting: Callable[[], None] | None = None,
+        **common: Any,
+    ) -> list[Any]: ...
 
 
 class Ranks:
@@ -104,8 +112,8 @@ class Ranks:
     def save(self, directory: Path) -> list[Any]:
         return [entry for entries in self._caller.call("save", directory=str(directory)) for entry in entries]
 
-    def load(self, manifest: Any) -> None:
-        self._caller.call("load", manifest=manifest)
+    def load(self, manifest: Any, waiting: Callable[[], None]) -> None:
+        self._caller.call("load", waiting=waiting, manifest=manifest)
 
     def save_hf(self, directory: Path) -> None:
         self._caller.call("save_hf", directory=str(directory))

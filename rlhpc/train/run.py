@@ -1,132 +1,49 @@
-"""Assembles a run on this machine, trains, and says what came of it."""
+"""The driver of a run: `python -m rlhpc.train.run RUN_DIR` trains as RUN_DIR/config.yaml says, here or in an attempt.
+
+What is heavy to import is imported after the signals are taken over and progress.json is there.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from rlhpc.checkpoint.identity import check_identity
-from rlhpc.checkpoint.store import CheckpointStore
-from rlhpc.cluster.ray_local import local_ray
-from rlhpc.cluster.stop import StopFlag
-from rlhpc.config.checks import device_of
-from rlhpc.config.model_dir import eos_token_ids, read_model_config
+from rlhpc.cluster.attempt import Attempt
+from rlhpc.cluster.stop import StopFlag, StopRequested, UpdateCut
+from rlhpc.config.load import load_file
 from rlhpc.config.schema import RunConfig
-from rlhpc.data.cursor import PromptCursor
-from rlhpc.data.dataset import load_prompts
-from rlhpc.errors import ConfigError, ModelError
-from rlhpc.metrics.reporter import Reporter
-from rlhpc.reshard.families import family_for
-from rlhpc.reshard.hf import check_hf
-from rlhpc.rewards import RewardPool
-from rlhpc.train.context import Run
-from rlhpc.train.loop import train
-from rlhpc.train.ranks import Ranks
-from rlhpc.train.scoring import Scorer
-from rlhpc.train.validation import Validation
-from rlhpc.train.worker import RayRanks
+from rlhpc.errors import ConfigError, EngineError, RlhpcError, TrainingError
+from rlhpc.train.progress import Progress
 
+EXIT_FAILED, EXIT_USER_ERROR = 1, 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request with a checkpoint; the same command goes on
 
 
 def run(cfg: RunConfig) -> int:
-    """Trains on this machine from the run directory's newest checkpoint. Returns the process's exit code.
+    """Trains from the run directory's newest checkpoint, on this machine or, inside an attempt, over its nodes.
 
-    Raises RlhpcError for everything that the user can mend.
+    Returns 0 when the last step is done and EXIT_STOPPED after a stop. Raises RlhpcError for everything that the user
+    can mend; main thread only.
     """
     directory = Path(cfg.run_dir).absolute()
-    device = resolve_device(cfg)
-    model_dir = Path(cfg.actor_rollout_ref.model.path)
-    model_config = read_model_config(model_dir)
-    family = family_for(model_config)
-    check_hf(model_dir, family.canonical_tensors(model_config))
-    eos_token_ids(model_dir, model_config)  # for its refusal: the ranks read them
-    stop = StopFlag()
-    with ExitStack() as stack:
-        stack.enter_context(run_lock(directory))
-        trained = (directory / "metrics.jsonl").exists()
-        check_identity(directory, asdict(cfg), model_config, trained=trained)
-        tokenizer = load_tokenizer(cfg)
-        dataset = load_prompts(cfg.data.train_files, tokenizer, cfg.data)
-        held_out = load_prompts(cfg.data.val_files, tokenizer, cfg.data) if cfg.data.val_files else None
-        if held_out is not None and cfg.data.val_max_samples > 0:
-            held_out = held_out.head(cfg.data.val_max_samples)
-        for prompts in filter(None, (dataset, held_out)):
-            prompts.check_tokens(family.model_facts(model_config).vocab_size)
-        cursor = PromptCursor(len(dataset), cfg.data.train_batch_size, cfg.seed, cfg.data.shuffle)
-        total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * cursor.batches_per_epoch
-        num_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
-        session = stack.enter_context(
-            local_ray(cfg.cluster, num_ranks=num_ranks, num_gpus=num_ranks if device == "cuda" else 0)
-        )
-        stop.install()  # after Ray, which installs handlers of its own
-        pool = stack.enter_context(
-            RewardPool(
-                cfg.reward.name,
-                dict(cfg.reward.kwargs),
-                timeout_s=cfg.reward.timeout_s,
-                num_workers=cfg.reward.num_workers,
-            )
-        )
-        for prompts in filter(None, (dataset, held_out)):
-            pool.check_sources(prompts.data_sources)
-        reporter = stack.enter_context(Reporter(cfg, directory, total_steps))
-        if dataset.num_overlong:
-            reporter.say(f"{dataset.num_overlong} prompts over data.max_prompt_length are left out")
-        reporter.say(f"starting {num_ranks} ranks on {device}; logs in {directory / 'logs'}")
-        workers = RayRanks(cfg, device, session, directory / "logs")
-        stack.callback(workers.close)
-        scorer = Scorer(tokenizer, pool, shuffle=cfg.reward.shuffle_control)
-        state = train(
-            Run(
-                cfg=cfg,
-                directory=directory,
-                dataset=dataset,
-                cursor=cursor,
-                ranks=Ranks(workers),
-                scorer=scorer,
-                validation=Validation(cfg, held_out, scorer, directory / "val_generations"),
-                store=CheckpointStore(Path(cfg.trainer.default_local_dir or directory / "checkpoints")),
-                reporter=reporter,
-                stop=stop,
-                total_steps=total_steps,
-            )
-        )
-        finished = state.step >= total_steps
-        reporter.close_run(state.step, finished)
-    return 0 if finished else EXIT_STOPPED
-
-
-def resolve_device(cfg: RunConfig) -> str:
-    """ "cpu" or "cuda", as trainer.device asks and the machine allows."""
-    import torch
-
-    device, available = device_of(cfg), torch.cuda.device_count()
-    if device == "cuda" and available < cfg.trainer.n_gpus_per_node:
-        raise ConfigError(
-            f"trainer.device=cuda with trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}, but this machine "
-            f"shows {available} GPUs; set trainer.n_gpus_per_node={available} or trainer.device=cpu"
-        )
-    return device
-
-
-def load_tokenizer(cfg: RunConfig) -> Any:
-    """The model's own tokenizer; nothing is fetched from a network when the path is a directory."""
-    from transformers import AutoTokenizer
-
-    model = cfg.actor_rollout_ref.model
+    attempt = Attempt.current(os.environ)
+    stop = StopFlag(attempt)
+    stop.install()
     try:
-        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"no tokenizer could be loaded from actor_rollout_ref.model.path={model.path}: {error}; the directory "
-            "needs the tokenizer files next to config.json"
-        ) from error
+        with run_lock(directory), Progress(directory, attempt, stop) as progress:
+            from rlhpc.train.assembly import assembled
+            from rlhpc.train.loop import train
+
+            with assembled(cfg, directory, attempt, stop, progress) as parts:
+                state = train(parts)
+                parts.reporter.close_run(state.step, finished=True)
+    except (StopRequested, UpdateCut):
+        return EXIT_STOPPED
+    return 0
 
 
 @contextmanager
@@ -146,3 +63,27 @@ def run_lock(directory: Path) -> Iterator[None]:
         lock.write(str(os.getpid()))
         lock.flush()
         yield
+
+
+def exit_code(error: RlhpcError) -> int:
+    """2 for what the user can mend before trying again, 1 for what went wrong in training."""
+    return EXIT_FAILED if isinstance(error, TrainingError | EngineError) else EXIT_USER_ERROR
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m rlhpc.train.run RUN_DIR     trains as RUN_DIR/config.yaml says", file=sys.stderr)
+        return EXIT_USER_ERROR
+    directory = Path(arguments[0]).absolute()
+    try:
+        cfg = load_file(directory / "config.yaml")
+        cfg.run_dir = str(directory)  # it may have been moved
+        return run(cfg)
+    except RlhpcError as error:
+        for line in filter(None, str(error).splitlines()):
+            print(f"error: {line}", file=sys.stderr)
+        return exit_code(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,11 @@ from rlhpc.rewards import RewardPool
 
 
 class Scorer:
-    """`shuffle` permutes the rewards over the batch: a control run, whose policy must not learn the task."""
+    """`shuffle` permutes the rewards over the batch: a control run, whose policy must not learn the task. `waiting` is
+    called a few times a second while rewards are out, and may raise to give them up."""
 
-    def __init__(self, tokenizer: Any, pool: RewardPool, *, shuffle: bool) -> None:
-        self._tokenizer, self._pool, self._shuffle = tokenizer, pool, shuffle
+    def __init__(self, tokenizer: Any, pool: RewardPool, *, shuffle: bool, waiting: Callable[[], None]) -> None:
+        self._tokenizer, self._pool, self._shuffle, self._waiting = tokenizer, pool, shuffle, waiting
 
     def score(
         self,
@@ -30,7 +31,8 @@ class Scorer:
         texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         owners = [prompts[index // n] for index in range(len(completions))]
         results = self._pool.score(
-            [(text, p.ground_truth, p.data_source) for text, p in zip(texts, owners, strict=True)]
+            [(text, p.ground_truth, p.data_source) for text, p in zip(texts, owners, strict=True)],
+            waiting=self._waiting,
         )
         order = np.arange(len(results))
         if self._shuffle and control:

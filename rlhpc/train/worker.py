@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.cluster.attempt import Attempt
 from rlhpc.config.schema import RunConfig
-from rlhpc.errors import RlhpcError, TrainingError
+from rlhpc.errors import RankLostError, RlhpcError, TrainingError
 
 if TYPE_CHECKING:  # a worker sets its environment before torch is first imported
     import torch
@@ -23,6 +28,9 @@ if TYPE_CHECKING:  # a worker sets its environment before torch is first importe
     from rlhpc.cluster.session import Session
     from rlhpc.data.types import Completion, PackedBatch
     from rlhpc.train.protocols import LossSpec, SamplingSpec
+
+_PATIENCE_S = 0.25  # between two looks at a stop, while ranks are waited for
+_FAILURES_S = 2.0  # how long after a first failure those of other ranks are waited for
 
 
 class RankWorker:
@@ -45,6 +53,10 @@ class RankWorker:
         """Joins the world and builds engine and trainer. Not done in the constructor, whose errors Ray reports as the
         death of an actor."""
         _redirect_output(self._log)
+        attempt = Attempt.current(os.environ)
+        when, whose = time.strftime("%Y-%m-%d %H:%M:%S"), f"attempt {attempt.name}, " if attempt else ""
+        place = f"rank {self.rank} of {self.world_size} on {socket.gethostname()}, pid {os.getpid()}"
+        print(f"=== {when} {whose}{place}", flush=True)
         cfg, threads = self.cfg, str(self.cfg.cluster.threads_per_rank)
         local_rank = self.rank % cfg.trainer.n_gpus_per_node
         os.environ.update(
@@ -167,9 +179,20 @@ class RankWorker:
     def close(self) -> None:
         self.engine.close()
 
+    def answer(self, method: str, *arguments: Any, **common: Any) -> Any:
+        """Runs a method for the driver. What it raises goes to the rank's log in full: the driver says it in a line."""
+        with ExitStack() as stack:
+            stack.push(_print_error)
+            return getattr(self, method)(*arguments, **common)
+
+
+def _print_error(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    if error is not None:
+        traceback.print_exception(kind, error, trace)
+
 
 def _redirect_output(log: Path) -> None:
-    """Everything that libraries print goes to the rank's own file, also what C++ prints."""
+    """Everything that libraries print goes to the rank's own file, also what C++ prints: one file over all attempts."""
     log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -187,6 +210,7 @@ class RayRanks:
 
         self.world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
         self._logs = [log_dir / f"rank-{rank:05d}.log" for rank in range(self.world_size)]
+        self._answering = True
         actor = ray.remote(RankWorker)
         options = {"num_cpus": cfg.cluster.cpus_per_rank, "num_gpus": 1 if device == "cuda" else 0}
         master = ("127.0.0.1", _free_port())
@@ -196,47 +220,89 @@ class RayRanks:
             )
             for rank in range(self.world_size)
         ]
-        self.call("start")
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]] | None = None, **common: Any) -> list[Any]:
-        """Results of `method` in rank order; `per_rank` gives each rank its positional arguments."""
+    def call(
+        self,
+        method: str,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+        *,
+        waiting: Callable[[], None] | None = None,
+        **common: Any,
+    ) -> list[Any]:
+        """Results of `method` in rank order; `per_rank` gives each rank its positional arguments. `waiting` is called a
+        few times a second meanwhile; what it raises leaves the ranks to `close`, which then ends them as they are."""
         import ray
 
         arguments = per_rank if per_rank is not None else [()] * self.world_size
         pending = {
-            getattr(actor, method).remote(*args, **common): rank
+            actor.answer.remote(method, *args, **common): rank
             for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True))
         }
         results: list[Any] = [None] * self.world_size
+        self._answering = False
         while pending:
-            done, _ = ray.wait(list(pending), num_returns=1)
-            rank = pending.pop(done[0])
-            try:
-                results[rank] = ray.get(done[0])
-            except ray.exceptions.RayTaskError as error:
-                raise self._failure(method, rank, error) from error
-            except ray.exceptions.RayError as error:  # no answer: its process or its node is gone
-                raise TrainingError(self._death(method, rank, _reason(error))) from error
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=_PATIENCE_S if waiting else None)
+            for reference in done:
+                rank = pending.pop(reference)
+                result, error = _received(reference)
+                if error is not None:
+                    raise self._failure(method, {rank: error} | _also_failed(pending)) from error
+                results[rank] = result
+            if waiting:
+                waiting()
+        self._answering = True
         return results
 
-    def _failure(self, method: str, rank: int, error: Any) -> RlhpcError:
-        cause = error.cause
-        if isinstance(cause, RlhpcError):
-            return cause
-        return TrainingError(f"rank {rank} failed in {method}: {error}\nits log is {self._logs[rank]}")
+    def _failure(self, method: str, errors: dict[int, Any]) -> RlhpcError:
+        """The error to end with, of those by rank in the order in which they came. A dead rank comes first: where one
+        dies, the collectives of others fail, often before its death is known."""
+        from ray.exceptions import RayTaskError
+
+        for rank, error in errors.items():
+            if not isinstance(error, RayTaskError):  # no answer: its process or its node is gone
+                return RankLostError(self._death(method, rank, _reason(error)))
+        for error in errors.values():
+            if isinstance(error.cause, RlhpcError):
+                return error.cause
+        rank, error = next(iter(errors.items()))
+        what = str(error.cause) or "without a message"
+        return TrainingError(
+            f"rank {rank} failed in {method}: {type(error.cause).__name__}: {what}\n"
+            f"the traceback is at the end of {self._logs[rank]}"
+        )
 
     def _death(self, method: str, rank: int, reason: str) -> str:
         lines = self._logs[rank].read_text(errors="replace").splitlines()[-20:] if self._logs[rank].exists() else []
         return "\n".join([f"rank {rank} died in {method}: {reason}", f"the end of {self._logs[rank]}:", *lines])
 
     def close(self) -> None:
-        """Ends the actors; the engine's shared memory is released where the rank still answers."""
+        """Ends the actors; the engine's shared memory is released where the ranks still answer."""
         import ray
 
-        closing = [actor.close.remote() for actor in self._actors]
-        ray.wait(closing, num_returns=len(closing), timeout=10)
+        if self._answering:
+            closing = [actor.close.remote() for actor in self._actors]
+            ray.wait(closing, num_returns=len(closing), timeout=10)
         for actor in self._actors:
             ray.kill(actor)
+
+
+def _received(reference: Any) -> tuple[Any, Any]:
+    """A rank's result, or its error."""
+    import ray
+
+    try:
+        return ray.get(reference), None
+    except ray.exceptions.RayError as error:
+        return None, error
+
+
+def _also_failed(pending: dict[Any, int]) -> dict[int, Any]:
+    """The errors of other ranks that arrive shortly after a first one, by rank."""
+    import ray
+
+    done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_FAILURES_S) if pending else ([], [])
+    errors = {pending[reference]: _received(reference)[1] for reference in done}
+    return {rank: error for rank, error in errors.items() if error is not None}
 
 
 def _reason(error: Exception) -> str:
@@ -253,8 +319,6 @@ def _reason(error: Exception) -> str:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

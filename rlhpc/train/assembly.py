@@ -1,0 +1,137 @@
+"""Puts the parts of a run together: data, rewards, Ray, ranks, metrics, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint.identity import check_identity
+from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.cluster.attempt import Attempt
+from rlhpc.cluster.ray_attempt import attempt_ray
+from rlhpc.cluster.ray_local import local_ray
+from rlhpc.cluster.stop import StopFlag
+from rlhpc.config.checks import device_of
+from rlhpc.config.model_dir import eos_token_ids, read_model_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.data.cursor import PromptCursor
+from rlhpc.data.dataset import PromptDataset, load_prompts
+from rlhpc.errors import ConfigError, ModelError
+from rlhpc.metrics.reporter import Reporter
+from rlhpc.reshard.families import family_for
+from rlhpc.reshard.hf import check_hf
+from rlhpc.rewards import RewardPool
+from rlhpc.train.context import Run
+from rlhpc.train.progress import Progress
+from rlhpc.train.ranks import Ranks
+from rlhpc.train.scoring import Scorer
+from rlhpc.train.validation import Validation
+from rlhpc.train.worker import RayRanks
+
+
+@contextmanager
+def assembled(
+    cfg: RunConfig, directory: Path, attempt: Attempt | None, stop: StopFlag, progress: Progress
+) -> Iterator[Run]:
+    """A run whose ranks are up. Nothing of it is left on any way out.
+
+    Raises RlhpcError for everything that the user can mend, StopRequested when a stop is asked for meanwhile.
+    """
+    device = resolve_device(cfg)
+    tokenizer, dataset, held_out = load_data(cfg, directory)
+    cursor = PromptCursor(len(dataset), cfg.data.train_batch_size, cfg.seed, cfg.data.shuffle)
+    total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * cursor.batches_per_epoch
+    num_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    progress.plan(total_steps)
+    stop.check()
+    with ExitStack() as stack:
+        with stop.kept_from_others():  # Ray installs handlers of its own
+            session = stack.enter_context(
+                attempt_ray(cfg, attempt)
+                if attempt
+                else local_ray(cfg.cluster, num_ranks=num_ranks, num_gpus=num_ranks if device == "cuda" else 0)
+            )
+        progress.milestone("ray_ready")
+        pool = stack.enter_context(
+            RewardPool(
+                cfg.reward.name,
+                dict(cfg.reward.kwargs),
+                timeout_s=cfg.reward.timeout_s,
+                num_workers=cfg.reward.num_workers,
+            )
+        )
+        for prompts in filter(None, (dataset, held_out)):
+            pool.check_sources(prompts.data_sources)
+        reporter = stack.enter_context(Reporter(cfg, directory, total_steps))
+        if dataset.num_overlong:
+            reporter.say(f"{dataset.num_overlong} prompts over data.max_prompt_length are left out")
+        reporter.say(f"starting {num_ranks} ranks on {device}; logs in {directory / 'logs'}")
+        workers = RayRanks(cfg, device, session, directory / "logs")
+        stack.callback(workers.close)
+        workers.call("start", waiting=stop.check)
+        progress.milestone("ranks_ready")
+        scorer = Scorer(tokenizer, pool, shuffle=cfg.reward.shuffle_control, waiting=stop.check)
+        yield Run(
+            cfg=cfg,
+            directory=directory,
+            dataset=dataset,
+            cursor=cursor,
+            ranks=Ranks(workers),
+            scorer=scorer,
+            validation=Validation(cfg, held_out, scorer, directory / "val_generations"),
+            store=CheckpointStore(Path(cfg.trainer.default_local_dir or directory / "checkpoints")),
+            reporter=reporter,
+            stop=stop,
+            progress=progress,
+            total_steps=total_steps,
+        )
+
+
+def load_data(cfg: RunConfig, directory: Path) -> tuple[Any, PromptDataset, PromptDataset | None]:
+    """The tokenizer, the prompts to train on and those held out, after the model's directory and the run's identity
+    were checked."""
+    model_dir = Path(cfg.actor_rollout_ref.model.path)
+    model_config = read_model_config(model_dir)
+    family = family_for(model_config)
+    check_hf(model_dir, family.canonical_tensors(model_config))
+    eos_token_ids(model_dir, model_config)  # for its refusal: the ranks read them
+    trained = (directory / "metrics.jsonl").exists()
+    check_identity(directory, asdict(cfg), model_config, trained=trained)
+    tokenizer = load_tokenizer(cfg)
+    dataset = load_prompts(cfg.data.train_files, tokenizer, cfg.data)
+    held_out = load_prompts(cfg.data.val_files, tokenizer, cfg.data) if cfg.data.val_files else None
+    if held_out is not None and cfg.data.val_max_samples > 0:
+        held_out = held_out.head(cfg.data.val_max_samples)
+    for prompts in filter(None, (dataset, held_out)):
+        prompts.check_tokens(family.model_facts(model_config).vocab_size)
+    return tokenizer, dataset, held_out
+
+
+def resolve_device(cfg: RunConfig) -> str:
+    """ "cpu" or "cuda", as trainer.device asks and the machine allows."""
+    import torch
+
+    device, available = device_of(cfg), torch.cuda.device_count()
+    if device == "cuda" and available < cfg.trainer.n_gpus_per_node:
+        raise ConfigError(
+            f"trainer.device=cuda with trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}, but this machine "
+            f"shows {available} GPUs; set trainer.n_gpus_per_node={available} or trainer.device=cpu"
+        )
+    return device
+
+
+def load_tokenizer(cfg: RunConfig) -> Any:
+    """The model's own tokenizer; nothing is fetched from a network when the path is a directory."""
+    from transformers import AutoTokenizer
+
+    model = cfg.actor_rollout_ref.model
+    try:
+        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"no tokenizer could be loaded from actor_rollout_ref.model.path={model.path}: {error}; the directory "
+            "needs the tokenizer files next to config.json"
+        ) from error
