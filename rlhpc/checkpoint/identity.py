@@ -60,7 +60,7 @@ def check_identity(
         differing = [
             f"  {key}: {json.dumps(old)} -> {json.dumps(new)}"
             for key, old, new in _differences(stored, current)
-            if not _free(key.removeprefix("config."))
+            if not free(key.removeprefix("config."))
         ]
         if differing:
             raise CheckpointError(
@@ -77,7 +77,8 @@ def check_identity(
     publish_file(path, write)
 
 
-def _free(key: str) -> bool:
+def free(key: str) -> bool:
+    """Whether a run that has trained may go on with another value of a key."""
     return any(key == free or key.startswith(free + ".") for free in FREE)
 
 
