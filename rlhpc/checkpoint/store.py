@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointStore", "PendingCheckpoint", "read_shard", "write_shard"]
 
 OWNER_NAME = "owner.json"
-_TEMPORARY = re.compile(r"tmp-(?:delete-)?step-\d{6,}-(?P<writer>.+\.\d+\.\d+)")
+_TEMPORARY = re.compile(r"tmp-(?:delete-)?step-\d{6,}-(?P<writer>.+\.\d+\.\d+(?:@\w+-\d+)?)")
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +54,13 @@ class PendingCheckpoint:
 
 class CheckpointStore:
     """Checkpoints `root/step-000012` of one run. Making a store touches nothing; the first `begin` or
-    `acquire` makes this process the root's writer, and a process that was the writer before can no longer
-    commit."""
+    `acquire` makes this process the root's writer, and a process that was the writer before can never commit
+    again. `attempt` is the try of a scheduler's job that this process belongs to, `<job>-<restart count>`."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], attempt: str = "") -> None:
         self.root = Path(root)
-        self._writer = Writer.current()
+        self._writer = Writer.current(attempt)
+        self._acquired = False
 
     # Reading
 
@@ -99,13 +100,16 @@ class CheckpointStore:
     # Writing
 
     def acquire(self) -> None:
-        """Makes this process the writer of the root. Raises CheckpointError while another one on this host
-        lives."""
+        """Makes this process the writer of the root. An earlier try of the same job has to give way, whether it
+        lives or not. Raises CheckpointError when another process on this host lives, and when this one was the
+        writer before or is itself the earlier try."""
+        if self._acquired:
+            return self.require_ownership()
         self.root.mkdir(parents=True, exist_ok=True)
         owner = self._owner()
-        if owner == self._writer:
-            return
-        if owner and owner.is_alive():
+        if owner and owner.supersedes(self._writer):
+            raise CheckpointError(self._lost_to(owner))
+        if owner and owner != self._writer and owner.is_alive() and not self._writer.supersedes(owner):
             raise CheckpointError(
                 f"{self.root} is being written by process {owner.pid} on {owner.host}; stop that run or "
                 f"choose another run_dir"
@@ -116,6 +120,20 @@ class CheckpointStore:
             path.write_text(text)
 
         durable.publish_file(self.root / OWNER_NAME, write)
+        self._acquired = True
+
+    def require_ownership(self) -> None:
+        """Raises CheckpointError when another process has become the writer since `acquire`."""
+        if (owner := self._owner()) != self._writer:
+            raise CheckpointError(self._lost_to(owner))
+
+    def _lost_to(self, owner: Writer | None) -> str:
+        newer = (
+            f"{f'attempt {owner.attempt}, ' if owner.attempt else ''}process {owner.pid} on {owner.host}"
+            if owner
+            else "nobody"
+        )
+        return f"{self.root} now belongs to another run ({newer}); this one must not publish anything more"
 
     def ensure_space(self, num_bytes: int, num_files: int = 1) -> None:
         """Raises DiskFullError, telling needed and free, unless the root's file system has room for a
@@ -155,9 +173,9 @@ class CheckpointStore:
         back as lists); `policy_version` is the step unless given. Raises CheckpointError and abandons the
         save when a rank's file is missing, the disk is full or another process has become the writer."""
         try:
+            self.require_ownership()
             manifest = self._complete(pending, tuple(entries), state, policy_version, layout or {})
-            if self._owner() != self._writer:
-                raise CheckpointError(f"{self.root} now belongs to another run; step {pending.step} is not published")
+            self.require_ownership()
             final = self._directory(pending.step)
             if final.exists():  # damaged, or begin would have refused
                 self._delete(final)
@@ -266,6 +284,8 @@ class CheckpointStore:
         return self.root / f"tmp-{prefix}step-{step:06d}-{self._writer}"
 
     def _owner(self) -> Writer | None:
+        if OWNER_NAME not in os.listdir(self.root):  # makes an NFS client look for what another node has renamed
+            return None
         try:
             return Writer(**json.loads((self.root / OWNER_NAME).read_text()))
         except FileNotFoundError:
@@ -285,7 +305,9 @@ class CheckpointStore:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """Removes temporary directories of writers that are dead."""
+        """Removes temporary directories of writers that are dead or have to give way."""
         for path in self.root.iterdir():
-            if (match := _TEMPORARY.fullmatch(path.name)) and not Writer.parse(match["writer"]).is_alive(path):
-                shutil.rmtree(path, ignore_errors=True)
+            if match := _TEMPORARY.fullmatch(path.name):
+                writer = Writer.parse(match["writer"])
+                if self._writer.supersedes(writer) or not writer.is_alive(path):
+                    shutil.rmtree(path, ignore_errors=True)

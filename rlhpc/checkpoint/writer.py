@@ -13,27 +13,38 @@ FOREIGN_SILENCE_S = 6 * 3600.0
 
 @dataclass(frozen=True)
 class Writer:
-    """A process for ever: the kernel's start time tells it from a later one with the same pid."""
+    """A process for ever: the kernel's start time tells it from a later one with the same pid. `attempt` is the try of
+    a scheduler's job that it belongs to, `<job>-<restart count>`; empty outside."""
 
     host: str
     pid: int
     started: int  # clock ticks after boot
+    attempt: str = ""
 
     @classmethod
-    def current(cls) -> Writer:
+    def current(cls, attempt: str = "") -> Writer:
         pid = os.getpid()
         started = _start_time(pid)
         assert started is not None
-        return cls(socket.gethostname(), pid, started)
+        return cls(socket.gethostname(), pid, started, attempt)
 
     @classmethod
     def parse(cls, text: str) -> Writer:
-        """Reads what `str` wrote: `<host>.<pid>.<started>`; the host may have dots itself."""
-        host, pid, started = text.rsplit(".", 2)
-        return cls(host, int(pid), int(started))
+        """Reads what `str` wrote: `<host>.<pid>.<started>` and, in a job, `@<attempt>`; the host may have dots itself.
+        Raises ValueError."""
+        process, _, attempt = text.partition("@")
+        host, pid, started = process.rsplit(".", 2)
+        return cls(host, int(pid), int(started), attempt)
 
     def __str__(self) -> str:
-        return f"{self.host}.{self.pid}.{self.started}"
+        return f"{self.host}.{self.pid}.{self.started}" + (f"@{self.attempt}" if self.attempt else "")
+
+    def supersedes(self, other: Writer) -> bool:
+        """Whether `other` is an earlier try of the same job. Its node may not have heard that the scheduler gave it up,
+        and from here it can't be asked: it counts as dead."""
+        job, _, restart = self.attempt.rpartition("-")
+        other_job, _, other_restart = other.attempt.rpartition("-")
+        return bool(job) and job == other_job and int(other_restart) < int(restart)
 
     def is_alive(self, trace: Path | None = None) -> bool:
         """Whether the process still runs. One of another host can't be asked: it counts as alive while its

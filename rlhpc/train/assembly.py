@@ -82,7 +82,9 @@ def assembled(
             ranks=Ranks(workers),
             scorer=scorer,
             validation=Validation(cfg, held_out, scorer, directory / "val_generations"),
-            store=CheckpointStore(Path(cfg.trainer.default_local_dir or directory / "checkpoints")),
+            store=CheckpointStore(
+                Path(cfg.trainer.default_local_dir or directory / "checkpoints"), attempt.name if attempt else ""
+            ),
             reporter=reporter,
             stop=stop,
             progress=progress,

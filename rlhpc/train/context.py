@@ -50,6 +50,11 @@ class Run:
     def needs_reference(self) -> bool:
         return self.cfg.actor_rollout_ref.actor.use_kl_loss or self.cfg.algorithm.use_kl_in_reward
 
+    def log(self, step: int, record: dict[str, float]) -> None:
+        """A finished step's metrics. Raises CheckpointError when a newer attempt has taken the run over."""
+        self.store.require_ownership()
+        self.reporter.log(step, record)
+
     def timer(self, step: int) -> PhaseTimer:
         """Times the phases of a step, and says in progress.json which one it is."""
         return PhaseTimer(lambda name: self.progress.enter(step, PHASES[name]))

@@ -34,7 +34,7 @@ def train(run: Run) -> TrainState:
             if run.save_due(state.step):
                 with timer.phase("save_checkpoint"):
                     state = save_periodically(run, state)
-            run.reporter.log(state.step, state.record | timer.metrics() | {"perf/reshard_bytes": moved_bytes})
+            run.log(state.step, state.record | timer.metrics() | {"perf/reshard_bytes": moved_bytes})
             if state.step >= run.total_steps:
                 return state
             state = train_step(run, state)

@@ -81,6 +81,7 @@ def save(run: Run, state: TrainState) -> None:
         entries = run.ranks.save(pending.directory)
     except RlhpcError:
         run.store.abandon(pending)
+        run.store.require_ownership()  # where that was lost, it is why
         raise
     run.store.commit(pending, entries, {"train": asdict(state), "wandb": run.reporter.wandb_id})
     run.progress.committed(state.step, time.monotonic() - begin)

@@ -5,6 +5,7 @@ What is heavy to import is imported after the signals are taken over and progres
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from rlhpc.checkpoint.writer import Writer
 from rlhpc.cluster.attempt import Attempt
 from rlhpc.cluster.stop import StopFlag, StopRequested, UpdateCut
 from rlhpc.config.load import load_file
@@ -34,7 +36,7 @@ def run(cfg: RunConfig) -> int:
     stop = StopFlag(attempt)
     stop.install()
     try:
-        with run_lock(directory), Progress(directory, attempt, stop) as progress:
+        with run_lock(directory, attempt), Progress(directory, attempt, stop) as progress:
             from rlhpc.train.assembly import assembled
             from rlhpc.train.loop import train
 
@@ -47,20 +49,27 @@ def run(cfg: RunConfig) -> int:
 
 
 @contextmanager
-def run_lock(directory: Path) -> Iterator[None]:
-    """One driver per run directory. The lock goes with the process, whatever ends it."""
+def run_lock(directory: Path, attempt: Attempt | None = None) -> Iterator[None]:
+    """One driver per run directory, as far as the file system carries locks between nodes; beyond, the checkpoints'
+    owner decides. The lock goes with the process, whatever ends it. A newer attempt doesn't wait for an older one."""
     directory.mkdir(parents=True, exist_ok=True)
+    writer = Writer.current(attempt.name if attempt else "")
     with (directory / ".lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.seek(0)
-            raise ConfigError(
-                f"another process (pid {lock.read().strip() or 'unknown'}) is training in run_dir={directory}; "
-                "wait for it, or choose another run_dir"
-            ) from error
+            holder = Writer.parse(known[-1]) if (known := lock.read().split()) else None
+            if holder is None or not writer.supersedes(holder):
+                who = f" (pid {holder.pid} on {holder.host})" if holder else ""
+                raise ConfigError(
+                    f"another process{who} is training in run_dir={directory}; wait for it, or choose another run_dir"
+                ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+                raise
         lock.truncate(0)
-        lock.write(str(os.getpid()))
+        lock.write(f"{os.getpid()} {writer}")
         lock.flush()
         yield
 

@@ -212,13 +212,13 @@ def test_commit_wants_every_rank_and_what_they_say(tmp_path: Path) -> None:
 
 
 def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path, other_process: Writer) -> None:
-    store = saved(tmp_path, 1)
+    saved(tmp_path, 1)
     owner = {"host": other_process.host, "pid": other_process.pid, "started": other_process.started}
     (tmp_path / "owner.json").write_text(json.dumps(owner))
     with pytest.raises(CheckpointError, match=f"is being written by process {other_process.pid} on"):
-        store.begin(2)
+        CheckpointStore(tmp_path).begin(2)
     (tmp_path / "owner.json").write_text(json.dumps(owner | {"started": other_process.started - 1}))
-    store.save(2, shards(2), {})  # the pid was given to a new process: the writer itself is dead
+    CheckpointStore(tmp_path).save(2, shards(2), {})  # the pid was given to a new process: the writer itself is dead
 
 
 def test_a_writer_that_lost_the_root_cannot_publish(tmp_path: Path) -> None:
@@ -226,9 +226,41 @@ def test_a_writer_that_lost_the_root_cannot_publish(tmp_path: Path) -> None:
     pending = store.begin(2)
     entries = write_shard(pending.directory, 0, *shards(2)[0])
     (tmp_path / "owner.json").write_text(json.dumps({"host": "another-node", "pid": 1, "started": 1}))
-    with pytest.raises(CheckpointError, match="now belongs to another run; step 2 is not published"):
+    with pytest.raises(
+        CheckpointError, match="now belongs to another run .process 1 on another-node.; this one must not publish"
+    ):
         store.commit(pending, entries, {})
     assert store.steps() == [1] and not pending.directory.exists()
+    # The process of another node can't be asked whether it lives, but what was lost once is lost for good.
+    with pytest.raises(CheckpointError, match="now belongs to another run"):
+        store.begin(2)
+
+
+def test_a_newer_try_of_a_job_takes_over_from_one_that_still_runs(tmp_path: Path) -> None:
+    """Both in this process, so that each sees the other alive."""
+    older, newer = CheckpointStore(tmp_path, "17_2-9"), CheckpointStore(tmp_path, "17_2-10")
+    older.save(1, shards(1), {})
+    pending = older.begin(2)
+    entries = [entry for rank, shard in enumerate(shards(2)) for entry in write_shard(pending.directory, rank, *shard)]
+    newer.save(2, shards(7), {})
+    assert not pending.directory.exists(), "what the older try had begun takes no room"
+    with pytest.raises(CheckpointError, match="belongs to another run .attempt 17_2-10, process"):
+        older.commit(pending, entries, {})
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        older.require_ownership()
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        CheckpointStore(tmp_path, "17_2-9").begin(3)  # a late start of the older try
+    assert float(read_shard(newer.load(2), 0)[0]["weight"][0, 0]) == 7
+    newer.save(3, shards(3), {})
+
+
+def test_other_jobs_and_other_tasks_of_an_array_are_refused(tmp_path: Path, other_process: Writer) -> None:
+    owner = {"host": other_process.host, "pid": other_process.pid, "started": other_process.started}
+    (tmp_path / "owner.json").write_text(json.dumps(owner | {"attempt": "17_2-3"}))
+    for attempt in ("", "17_3-4", "18-0", "17_2-3"):
+        with pytest.raises(CheckpointError, match=f"is being written by process {other_process.pid} on"):
+            CheckpointStore(tmp_path, attempt).acquire()
+    CheckpointStore(tmp_path, "17_2-4").acquire()
 
 
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path, other_process: Writer) -> None:
