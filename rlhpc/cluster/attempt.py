@@ -5,11 +5,13 @@
     <run_dir>/attempts.jsonl          one line for each ended attempt
     <run_dir>/progress.json           what the driver does now
     <run_dir>/attempts/<job>-<n>/     mode 0700; <job> is Slurm's id (A_a for an array's task), <n> its restart count
+        start.json                    when and on which nodes it began, and from which checkpoint
         ray_token                     mode 0600; lets a process into this attempt's Ray, and into no other
         head.json                     where Ray's head listens; appears whole, once it can be joined
         node-<id>.json                what node <id> is: host, address, ports, session
-        stop.json                     why and until when: written once, before the driver hears of a stop
-        end.json                      how it ended; every node leaves when it appears
+        stop.json                     why and until when: there before the driver hears of a stop; the deadline may move
+                                      later, as the scheduler moves it
+        end.json                      how it ended, by the node that saw it first; every node leaves when it appears
 
 Every file appears whole, by rename, and none is read by its existence alone. Standard library only.
 """
@@ -20,11 +22,15 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 ATTEMPT_VARIABLE = "RLHPC_ATTEMPT"  # the attempt's directory, in the environment of every process of it
+
+EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE = 0, 1, 2  # 2: what the user can mend
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped with a checkpoint; another attempt goes on
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,18 @@ class StopNotice:
     signal: str
     at: float
     deadline: float | None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended. `outcome`: finished, stopped, failed (another try would fail too) or lost (a process or a
+    node died; another try may get further). `reason` is for people; `node` is where the first failure was seen."""
+
+    outcome: str
+    exit_code: int
+    reason: str | None = None
+    node: str | None = None
+    at: float = 0.0  # seconds since the epoch
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,9 @@ class Attempt:
 
     def read(self, name: str) -> dict[str, Any] | None:
         """`<name>.json`, None while it isn't there."""
+        # Reading the directory makes an NFS client forget that the file was missing a moment ago.
+        if f"{name}.json" not in os.listdir(self.directory):
+            return None
         return read_json(self.directory / f"{name}.json")
 
     def notify(self, notice: StopNotice) -> StopNotice:
@@ -91,14 +112,32 @@ class Attempt:
         found = self.read("stop")
         return None if found is None else StopNotice(**found)
 
+    def end(self, ending: Ending) -> Ending:
+        """Records how the attempt ended; the first ending stands, whichever node it comes from, and is returned."""
+        content = json.dumps(asdict(replace(ending, at=time.time())), indent=1) + "\n"
+        publish_text(self.directory / "end.json", content, replace=False)
+        found = self.ending()
+        assert found is not None
+        return found
 
-def publish_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Writes a small file by renaming: readers on any node see the old content or the new, never a part."""
+    def ending(self) -> Ending | None:
+        found = self.read("end")
+        return None if found is None else Ending(**found)
+
+
+def publish_text(path: Path, text: str, mode: int = 0o644, *, replace: bool = True) -> None:
+    """Writes a small file by renaming: readers on any node see the old content or the new, never a part. With
+    `replace=False` a file that is there stays."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
-    os.replace(partial, path)
+    if replace:
+        os.replace(partial, path)
+        return
+    with suppress(FileExistsError):
+        os.link(partial, path)  # atomic, also between NFS clients
+    partial.unlink()
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -117,9 +156,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def past_attempts(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The lines of attempts.jsonl, oldest first; a last line that a crash tore is left out."""
+    """The lines of attempts.jsonl, oldest first; a line that a crash tore is left out."""
     path = run_dir / "attempts.jsonl"
     if path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
+        for line in path.read_text().splitlines():
+            with suppress(json.JSONDecodeError):
                 yield json.loads(line)

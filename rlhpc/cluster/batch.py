@@ -1,0 +1,280 @@
+"""One attempt at a run, as a Slurm job's batch script becomes it: starts the nodes, and decides what comes after.
+
+    exec python -m rlhpc.cluster.batch RUN_DIR [-- PROGRAM ...]      exec: slurmstepd signals its direct child alone
+    exec python -m rlhpc.cluster.batch --array-list FILE [-- ...]    an array's task: its run directory is a line of FILE
+
+It absorbs signals; the supervisor of node 0 (node.py) hears them too and stops the driver. When the nodes have ended it
+writes the attempt's line to attempts.jsonl and, alone and once, requeues the job or holds it, by what Slurm says then:
+
+    finished                                      leave, exit code 0
+    STOP is there, or the job was cancelled       leave; never requeue
+    Slurm has requeued it already                 leave
+    a failure that would come again               leave with the driver's exit code: the job is FAILED
+    stopped, or lost a process or a node          requeue; hold when that keeps happening without a newer checkpoint
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhpc.cluster import ledger, slurm
+from rlhpc.cluster.attempt import (
+    ATTEMPT_VARIABLE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    Attempt,
+    Ending,
+    past_attempts,
+    read_json,
+)
+from rlhpc.cluster.node import ABSORBED, ANSWER_S, TICK_S, Relay, hear, hearing
+from rlhpc.cluster.slurm import JobRecord, SlurmEnv
+from rlhpc.errors import ConfigError, RlhpcError, SlurmError
+
+RELAY_AFTER_S = 1.0  # then a signal that node 0 has not answered reached this script alone
+LAST_CALL_S = 1.5  # before Slurm kills this script: what has to be written, is
+SWEEP_S = 30.0
+REQUEUE_EVERY_S = 2.0
+REQUEUE_PATIENCE_S = 600.0  # how long a controller that does not answer is asked again
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an attempt came to and what follows: leave, requeue or hold."""
+
+    outcome: str
+    act: str
+    why: str
+
+
+def judge(
+    ending: Ending | None, record: JobRecord | None, restart: int, *, stop_asked: bool, stuck: str | None = None
+) -> Verdict:
+    """The table above. `ending` is None when the nodes were killed; `record` what Slurm says now, None without an
+    answer; `stuck` why another attempt would not get further, None while it may."""
+    outcome = ending.outcome if ending else "lost"
+    if outcome == "finished":
+        return Verdict(outcome, "leave", "the run is complete")
+    if stop_asked:
+        return Verdict("cancelled", "leave", "cancelled by rlhpc cancel")
+    if record is not None:
+        if record.restarts > restart:
+            return Verdict(outcome, "leave", "Slurm has requeued the job")
+        if _cancelled(record):
+            return Verdict("cancelled", "leave", "the job was cancelled")
+    if outcome == "failed":
+        return Verdict(outcome, "leave", "another attempt would fail too")
+    if record is not None and not record.requeue:
+        return Verdict(outcome, "leave", "the job was submitted with --no-requeue; submit it again to go on")
+    if stuck:
+        return Verdict(outcome, "hold", stuck)
+    return Verdict(outcome, "requeue", "another attempt goes on from the last checkpoint")
+
+
+def _cancelled(record: JobRecord) -> bool:
+    return "CANCELLED" in record.states or (record.completing and record.reason != "TimeLimit")
+
+
+class Batch:
+    """One attempt from its start to what follows it."""
+
+    def __init__(self, attempt: Attempt, env: SlurmEnv, program: list[str]) -> None:
+        self.attempt, self.env, self.program = attempt, env, program
+        settings = read_json(attempt.run_dir / "cluster.json") or {}
+        self._max_without_progress = int(settings.get("max_attempts_without_progress", 2))
+        self._stop_lead_s = float(settings.get("stop_lead_s", 0))
+        self._kill_wait_s = slurm.DEFAULT_KILL_WAIT_S
+        self._requeued = False
+
+    def run(self) -> int:
+        """The exit code of the job."""
+        self._begin()
+        if stuck := ledger.loop_reason(list(past_attempts(self.attempt.run_dir)), self._max_without_progress):
+            return self._conclude(self.attempt.end(Ending("lost", EXIT_FAILED, "not started")), stuck)
+        with suppress(SlurmError):
+            self._kill_wait_s = slurm.kill_wait_s(timeout_s=ANSWER_S)
+        command = [*step(self.env), "--unbuffered", "--label", sys.executable, "-m", "rlhpc.cluster.node"]
+        command += [str(self.attempt.run_dir), *(["--", *self.program] if self.program else [])]
+        srun = subprocess.Popen(
+            command,
+            env={**os.environ, ATTEMPT_VARIABLE: str(self.attempt.directory)},
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            preexec_fn=hearing,
+            start_new_session=True,  # Ctrl-C in an salloc shell is for this script; srun would kill the tasks
+        )
+        assert srun.stderr
+        relay = Relay(srun.stderr)
+        self._wait(srun)
+        ending = self.attempt.ending()
+        if srun.poll():  # a supervisor died, and srun ended the others
+            self._sweep()
+            ending = ending or self.attempt.end(Ending("lost", EXIT_FAILED, relay.reason()))
+        return self._conclude(ending)
+
+    def _begin(self) -> None:
+        """The attempt's directory, its first file, and the lines that killed attempts could not write."""
+        attempt = self.attempt
+        checkpoint = (read_json(attempt.run_dir / "progress.json") or {}).get("checkpoint") or {}
+        attempt.create(secrets.token_hex(32))
+        nodes, now = self.env.nodes, time.time()
+        for earlier in ledger.unrecorded(attempt):
+            if not self._lives(earlier):
+                ending = earlier.ending()
+                outcome = ending.outcome if ending else "lost"
+                requeued = earlier.job_id == attempt.job_id
+                ledger.append(earlier, ledger.summary(earlier, ending, outcome=outcome, requeued=requeued, held=False))
+        attempt.write("start", {"at": now, "nodes": nodes, "checkpoint_step": checkpoint.get("step")})
+        say(f"== rlhpc attempt {attempt.name} on {self.env.nodelist}, {time.strftime('%H:%M:%S', time.localtime(now))}")
+
+    def _lives(self, other: Attempt) -> bool:
+        """Whether another job is at this run right now; its line is its own to write."""
+        if other.job_id == self.attempt.job_id:
+            return False
+        try:
+            record = slurm.show_job(other.job_id)
+        except SlurmError:
+            return False
+        return record is not None and record.running and record.restarts == other.restart
+
+    def _wait(self, srun: subprocess.Popen[bytes]) -> None:
+        """Until srun has ended, or Slurm is about to kill this script."""
+        heard: tuple[float, str] | None = None
+        last_call = float("inf")
+        while srun.poll() is None and time.time() < last_call:
+            if name := hear(TICK_S):
+                heard = heard or (time.time(), name)
+                record = self._record()
+                if record is not None and record.completing:
+                    last_call = min(last_call, time.time() + self._kill_wait_s - LAST_CALL_S)
+                    if judge(None, record, self.env.restart, stop_asked=self._stop_asked()).act == "requeue":
+                        # The time is up, and the job ends for good when the driver saves for longer than KillWait:
+                        # it is requeued first, and the next attempt decides whether it is worth its nodes.
+                        self._requeue()
+            if heard and time.time() > heard[0] + RELAY_AFTER_S and self.attempt.stop_notice() is None:
+                at, name = heard
+                record = self._record()
+                self.attempt.notify(
+                    slurm.classify(record, self.env.restart, name, at, self._kill_wait_s, self._stop_lead_s)
+                )
+
+    def _conclude(self, ending: Ending | None, stuck: str | None = None) -> int:
+        """Requeues or holds the job, writes the attempt's line, and returns the exit code. No `ending`: the nodes are
+        still at work, and there is no more time to wait for them."""
+        finished = ending is not None and ending.outcome == "finished"
+        record = None if finished else self._record_patiently()
+        if not stuck and record is not None:
+            own = ledger.summary(self.attempt, ending, outcome="lost", requeued=False, held=False)
+            stuck = ledger.loop_reason([*past_attempts(self.attempt.run_dir), own], self._max_without_progress)
+        verdict = judge(ending, record, self.env.restart, stop_asked=self._stop_asked(), stuck=stuck)
+        if verdict.act == "requeue":
+            self._requeue()
+        elif verdict.act == "hold":
+            self._requeue(hold=verdict.why)
+        held = verdict.act == "hold" and self._requeued
+        requeued = self._requeued or (record is not None and record.restarts > self.env.restart)
+        line = ledger.summary(self.attempt, ending, outcome=verdict.outcome, requeued=requeued, held=held)
+        ledger.append(self.attempt, line)
+        if ending and ending.reason:
+            say(f"{ending.outcome} on {ending.node or 'the batch node'}: {ending.reason}")
+        say(f"== rlhpc attempt {self.attempt.name} {verdict.outcome}; {'held: ' if held else ''}{verdict.why}")
+        return ending.exit_code if ending else EXIT_STOPPED
+
+    def _requeue(self, hold: str | None = None) -> None:
+        """Asks until Slurm has done it: an exit before that would end the job for good."""
+        until = time.monotonic() + REQUEUE_PATIENCE_S
+        while time.monotonic() < until and not self._requeued:
+            try:
+                if hold is None:
+                    slurm.requeue(self.env.job_id)
+                else:
+                    slurm.requeue_hold(self.env.job_id, hold)
+            except SlurmError as error:
+                say(f"the job is not requeued yet: {error}")
+                time.sleep(REQUEUE_EVERY_S)
+            for _ in range(20):
+                record = self._record()
+                if record is not None and (record.restarts > self.env.restart or record.pending):
+                    self._requeued = True
+                    return
+                time.sleep(0.25)
+
+    def _record(self) -> JobRecord | None:
+        try:
+            return slurm.show_job(self.env.job_id, timeout_s=ANSWER_S)
+        except SlurmError as error:
+            say(f"Slurm doesn't say how the job stands: {error}")
+            return None
+
+    def _record_patiently(self) -> JobRecord | None:
+        """What follows hangs on Slurm's answer, so that a controller which restarts is waited for."""
+        until = time.monotonic() + REQUEUE_PATIENCE_S
+        while (record := self._record()) is None and time.monotonic() < until:
+            time.sleep(REQUEUE_EVERY_S)
+        return record
+
+    def _stop_asked(self) -> bool:
+        return "STOP" in os.listdir(self.attempt.run_dir)
+
+    def _sweep(self) -> None:
+        """Removes what killed supervisors left on the nodes; where Slurm starts no further step, on this one only."""
+        sweep = [sys.executable, "-m", "rlhpc.cluster.session", "sweep"]
+        for command in (sweep, [*step(self.env), *sweep]):
+            with suppress(subprocess.TimeoutExpired):
+                subprocess.run(command, stdin=subprocess.DEVNULL, timeout=SWEEP_S, preexec_fn=hearing, check=False)
+
+
+def step(env: SlurmEnv) -> list[str]:
+    """srun for one task on every node with all of its CPUs and GPUs, which other steps may use too."""
+    cpus = [f"--cpus-per-task={env.cpus_per_task}"] if env.cpus_per_task else []
+    nodes = [f"--nodes={env.num_nodes}", f"--ntasks={env.num_nodes}", "--ntasks-per-node=1"]
+    return ["srun", *nodes, *cpus, "--overlap", "--kill-on-bad-exit=1", "--gpu-bind=none", "--mpi=none", "--export=ALL"]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_dir_of(array_list: Path, env: SlurmEnv) -> Path:
+    """The line of an array's task, counted from 0."""
+    lines = array_list.read_text().splitlines()
+    if env.array_task is None or env.array_task >= len(lines):
+        raise ConfigError(
+            f"SLURM_ARRAY_TASK_ID={env.array_task} has no line in {array_list}, which has {len(lines)}; "
+            f"submit the array with --array=0-{len(lines) - 1}"
+        )
+    return Path(lines[env.array_task])
+
+
+def main() -> int:
+    signal.pthread_sigmask(signal.SIG_BLOCK, ABSORBED)
+    parser = argparse.ArgumentParser(prog="python -m rlhpc.cluster.batch", description="Runs one attempt of a job.")
+    parser.add_argument("run_dir", type=Path, nargs="?", help="a run directory with config.yaml and cluster.json")
+    parser.add_argument("--array-list", type=Path, help="a file of run directories, one for each task of the array")
+    parser.add_argument("program", nargs="*", help="after --: runs in place of Ray and the trainer")
+    arguments = parser.parse_args()
+    try:
+        env = SlurmEnv.from_environ(os.environ)
+        run_dir = run_dir_of(arguments.array_list, env) if arguments.array_list else arguments.run_dir
+        if run_dir is None:
+            parser.error("a run directory or --array-list is needed")
+        return Batch(Attempt(run_dir.absolute(), env.job_id, env.restart), env, arguments.program).run()
+    except RlhpcError as error:
+        say(f"error: {error}")
+        return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
