@@ -1,7 +1,7 @@
 """One attempt at a run, as a Slurm job's batch script becomes it: starts the nodes, and decides what comes after.
 
     exec python -m rlhpc.cluster.batch RUN_DIR [-- PROGRAM ...]      exec: slurmstepd signals its direct child alone
-    exec python -m rlhpc.cluster.batch --array-list FILE [-- ...]    an array's task: its run directory is a line of FILE
+    exec python -m rlhpc.cluster.batch --array-list FILE [-- ...]    an array's task: its run_dir is a line of FILE
 
 It absorbs signals; the supervisor of node 0 (node.py) hears them too and stops the driver. When the nodes have ended it
 writes the attempt's line to attempts.jsonl and, alone and once, requeues the job or holds it, by what Slurm says then:
