@@ -7,7 +7,6 @@ SLURM_JOB_ID would mean the whole array when it is the last task's.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import subprocess
@@ -18,7 +17,10 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from rlhpc.cluster.attempt import StopNotice
-from rlhpc.errors import ConfigError, SlurmError
+from rlhpc.cluster.slurm_env import SlurmEnv as SlurmEnv
+from rlhpc.cluster.slurm_env import expand_nodelist as expand_nodelist
+from rlhpc.cluster.slurm_env import scrubbed as scrubbed
+from rlhpc.errors import SlurmError
 
 COMMAND_TIMEOUT_S = 20.0
 DEFAULT_KILL_WAIT_S = 30.0  # Slurm's own default of KillWait
@@ -27,49 +29,6 @@ LIMIT_WARNING_SLACK_S = 60.0  # --signal=USR2@N comes up to a minute early (sbat
 _RESERVED_STATES = {"REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING"}  # flags over a base state
 PENDING_STATES = {"PENDING", "SUSPENDED"} | _RESERVED_STATES
 LIVE_STATES = PENDING_STATES | {"RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"}
-
-
-@dataclass(frozen=True)
-class SlurmEnv:
-    """What a process learns from the variables that Slurm gives it."""
-
-    job_id: str  # as scontrol takes it: A_a for an array's task
-    raw_job_id: str  # SLURM_JOB_ID, for names of files and ports
-    restart: int  # 0 for the first try
-    node_id: int  # 0 for the batch script's node
-    node_name: str | None  # None in an salloc shell outside the nodes
-    num_nodes: int
-    nodelist: str
-    cpus_per_task: int | None
-    array_task: int | None
-    submit_dir: str | None
-
-    @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> SlurmEnv:
-        """Raises ConfigError outside a job."""
-        if not (raw := environ.get("SLURM_JOB_ID")):
-            raise ConfigError(
-                "SLURM_JOB_ID is not set, so this is no Slurm job; submit one with launch=slurm, or run inside salloc"
-            )
-        array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-        nodelist = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-        return cls(
-            job_id=f"{array}_{task}" if array and task else raw,
-            raw_job_id=raw,
-            restart=int(environ.get("SLURM_RESTART_COUNT", "0")),
-            node_id=int(environ.get("SLURM_NODEID", "0")),
-            node_name=environ.get("SLURMD_NODENAME"),
-            num_nodes=int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1),
-            nodelist=nodelist,
-            cpus_per_task=int(cpus) if (cpus := environ.get("SLURM_CPUS_PER_TASK")) else None,
-            array_task=int(task) if array and task else None,
-            submit_dir=environ.get("SLURM_SUBMIT_DIR"),
-        )
-
-    @property
-    def nodes(self) -> list[str]:
-        """Names by SLURM_NODEID."""
-        return expand_nodelist(self.nodelist)
 
 
 @dataclass(frozen=True)
@@ -275,6 +234,25 @@ def nodes() -> dict[str, dict[str, str]]:
     return {fields["NodeName"]: fields for fields in records(_run("scontrol", "show", "node", "-o"))}
 
 
+def reservations() -> dict[str, dict[str, str]]:
+    """`scontrol show reservation`, by name."""
+    found = records(_run("scontrol", "show", "reservation", "-o"))  # or the line that there are none
+    return {fields["ReservationName"]: fields for fields in found if "ReservationName" in fields}
+
+
+def associations(user: str, cluster: str) -> list[dict[str, str]] | None:
+    """The accounts that a user may charge and the QOS of each; None where the cluster has no accounting."""
+    columns = ("Account", "Partition", "QOS", "DefaultQOS")
+    question = ("sacctmgr", "-nP", "show", "association", f"user={user}", f"cluster={cluster}")
+    try:
+        text = _run(*question, f"format={','.join(columns)}")
+    except SlurmError as error:
+        if "accounting" in str(error).lower() or "slurmdbd" in str(error).lower() or "not found" in str(error):
+            return None
+        raise
+    return [dict(zip(columns, line.split("|"), strict=True)) for line in text.splitlines() if line.count("|") == 3]
+
+
 def config(*, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, str]:
     """`scontrol show config`, by Slurm's names; SLURM_VERSION among them."""
     lines = (line.partition("=") for line in _run("scontrol", "show", "config", timeout_s=timeout_s).splitlines())
@@ -316,31 +294,6 @@ def release(job_id: str) -> None:
 def cancel(job_id: str, *, signal: str | None = None) -> None:
     """Ends a job, or sends its steps a signal such as KILL. No error when it is gone already."""
     _run("scancel", "--quiet", *([f"--signal={signal}"] if signal else []), job_id)
-
-
-def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what an enclosing job left in it, which would bind or place the next one's processes; the
-    variable that says where Slurm is configured stays."""
-    foreign = re.compile(r"(SLURM|SLURMD|SBATCH|SALLOC|SRUN|PMI|PMI2|PMIX)_")
-    return {key: value for key, value in environ.items() if key == "SLURM_CONF" or not foreign.match(key)}
-
-
-def expand_nodelist(nodelist: str) -> list[str]:
-    """Names in Slurm's order: "n[1-2,08],m2" is n1, n2, n08, m2; several brackets multiply."""
-    names: list[str] = []
-    for item in filter(None, re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)):
-        parts = re.split(r"\[([^\]]*)\]", item)
-        choices = [_expand_range(part) if index % 2 else [part] for index, part in enumerate(parts)]
-        names.extend("".join(choice) for choice in itertools.product(*choices))
-    return names
-
-
-def _expand_range(ranges: str) -> list[str]:
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1))
-    return numbers
 
 
 def records(text: str) -> list[dict[str, str]]:
