@@ -183,6 +183,29 @@ def test_reload_weights_does_not_publish_on_cpu(models: tuple[Path, Path], refer
     assert refit_gap("reload_weights", models, reference) > 0.05
 
 
+def check_recorded(result: dict[str, Any]) -> None:
+    """What was recorded are the tokens and, bit for bit, the logprobs that vLLM returns itself."""
+    for run in result.values():
+        for tokens, logprobs, (drawn, values) in zip(run["tokens"], run["logprobs"], run["recorded"], strict=True):
+            assert drawn[: len(tokens)].tolist() == tokens and len(drawn) - len(tokens) in (0, 1)
+            assert values[: len(tokens)].tolist() == logprobs
+    assert result["ours"]["tokens"] == result["again"]["tokens"] != result["vllm's draws"]["tokens"]
+
+
+def test_recorded_logprobs_are_vllms_own_however_it_schedules(models: tuple[Path, Path]) -> None:
+    """Prompts whole and in chunks of 48 tokens among running requests, and a KV cache of 8 blocks for 12 requests."""
+    common = {"model_dir": str(models[0]), "device": "cpu", "dtype": "float32", "max_num_seqs": 12}
+    [roomy] = run_ranks(f"{RANKS}:recorded", 1, num_blocks=None, **common)
+    [tight] = run_ranks(f"{RANKS}:recorded", 1, num_blocks=9, max_num_batched_tokens=48, **common)
+    check_recorded(roomy)
+    check_recorded(tight)
+    assert roomy["ours"]["preempted"] == 0 < tight["ours"]["preempted"]
+    assert tight["ours"]["batches"] > 1.5 * roomy["ours"]["batches"]
+    assert tight["ours"]["tokens"] == roomy["ours"]["tokens"]  # scheduling changes no answer
+    lengths = {len(tokens) for tokens in roomy["ours"]["tokens"]}
+    assert 61 in lengths and len(lengths) > 1  # some were stopped
+
+
 def test_stop_strings(models: tuple[Path, Path]) -> None:
     from transformers import AutoTokenizer
 

@@ -190,6 +190,51 @@ def rollout(model_dir: str, prompts: Prompts, specs: dict[str, SamplingSpec]) ->
         return result
 
 
+def recorded(model_dir: str, device: str, dtype: str, num_blocks: int | None, **rollout: Any) -> dict[str, Any]:
+    """An engine with random weights answers prompts of mixed length by mixed sampling, its tokens drawn by vLLM and by
+    `Samples`: what was recorded, and what vLLM returned through `logprobs=0`. With few `num_blocks` of KV cache it must
+    preempt; a request that leaves the batch and comes back was."""
+    from vllm import SamplingParams
+
+    from rlhpc.backends.vllm import private
+    from rlhpc.backends.vllm.engine import engine_arguments
+    from rlhpc.backends.vllm.samples import Samples
+
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    torch.set_num_threads(1)
+    cfg = run_config(1, 1, **rollout)
+    cfg.actor_rollout_ref.model.dtype = dtype
+    arguments = engine_arguments(cfg, Path(model_dir), device) | {"num_gpu_blocks_override": num_blocks}
+    with private.launching(f"rlhpcrecorded{os.getpid()}"):
+        llm = private.LLM(**arguments)
+    rng = np.random.default_rng(0)
+    lengths = (40, 70, 100, 110, 120, 125, 60, 90, 115, 119, 123, 127)
+    prompts = [{"prompt_token_ids": rng.integers(5, 90, length).tolist()} for length in lengths]
+    ways = ({}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 9, "temperature": 1.4})
+    params = [
+        SamplingParams(max_tokens=61, logprobs=0, flat_logprobs=True, detokenize=False, extra_args={private.ROW: row},
+                       stop_token_ids=[7], **ways[row % len(ways)])
+        for row in range(len(prompts))
+    ]  # fmt: skip
+    result: dict[str, Any] = {}
+    for name in ("vllm's draws", "ours", "again"):
+        samples = Samples(private.Batch(llm), np.arange(len(prompts)) * 7**20)
+        llm.reset_prefix_cache()
+        with private.sampling(llm, None if name == "vllm's draws" else samples.draw, samples.record):
+            outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        batches = [set(rows.tolist()) for rows in samples._rows]
+        seen = [[row in batch for batch in batches] for row in range(len(prompts))]
+        result[name] = {
+            "tokens": [list(output.token_ids) for output in outputs],
+            "logprobs": [list(output.logprobs.logprobs) for output in outputs],
+            "recorded": samples.by_request(),
+            "preempted": sum(np.diff(np.flatnonzero(batch)).max(initial=1) > 1 for batch in seen),
+            "batches": len(batches),
+        }
+    private.shut_down(llm)
+    return result
+
+
 def stop_strings(model_dir: str, prompts: Prompts, stop: str) -> list[Completion]:
     with engine(model_dir, 1, "rlhpcstop", stop=[stop]) as running:
         publish(running, model_dir)

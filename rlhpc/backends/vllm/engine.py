@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 from rlhpc.backends.vllm import private
 from rlhpc.backends.vllm.rng import isolated_rng
+from rlhpc.backends.vllm.samples import Samples
 from rlhpc.backends.vllm.sampling import (
     Prompts,
     check_prompts,
     completions,
     request_params,
+    request_seeds,
     token_digest,
 )
 from rlhpc.backends.vllm.shm import cleanup_shm
@@ -61,15 +63,13 @@ def engine_arguments(cfg: RunConfig, model_dir: Path, device: str) -> dict[str, 
         return arguments | {
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "enforce_eager": rollout.enforce_eager,
+            "async_scheduling": True,  # the next batch is prepared while the device works on this one
             "enable_sleep_mode": rollout.free_cache_engine,
             "moe_backend": "triton",  # others reorder the experts' weights, which a publish writes in place
         }
     return arguments | {
         "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gib * 2**30),
         "enforce_eager": True,
-        # A prompt that continues in the next engine step rewinds its seeded generator, which torch has for CUDA only.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(arguments["max_num_batched_tokens"], arguments["max_model_len"]),
     }
 
 
@@ -158,16 +158,21 @@ class VllmEngine:
                 f"stop={list(sampling.stop)} needs the tokenizer; set actor_rollout_ref.rollout.stop as well"
             )
         check_prompts(prompts, sampling, self._max_model_len, self._vocab_size)
-        params = request_params(prompts, sampling, self._eos, seed)
+        params = request_params(prompts, sampling, self._eos)
         requests = [
             {"prompt_token_ids": tokens}
             for tokens in ([int(token) for token in token_ids] for _, token_ids in prompts)
             for _ in range(sampling.n)
         ]
+        samples = Samples(private.Batch(self._llm), request_seeds(prompts, sampling.n, seed))
         self._llm.reset_prefix_cache()
-        with isolated_rng(seed, self._device), self._compiler():
+        with (
+            isolated_rng(seed, self._device),
+            self._compiler(),
+            private.sampling(self._llm, samples.draw, samples.record),
+        ):
             outputs = self._llm.generate(requests, params, use_tqdm=False)
-        answers = completions(outputs, prompts, sampling.n)
+        answers = completions(outputs, samples.by_request(), prompts, sampling.n)
         digest = token_digest(answers)
         require_agreement(digest, private.tensor_parallel_group())
         return answers, digest

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import rlhpc.backends.vllm.environment  # noqa: F401  # isort: skip  # before the first vllm import
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import vllm
 from torch import nn
@@ -24,11 +25,13 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.engine import core
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p as apply_top_k_top_p
 
 from rlhpc.errors import EngineError
 
 VERSION: str = vllm.__version__
 SUPPORTED_VERSIONS = ("0.24", "0.32")
+ROW = "row"  # in a request's extra_args: its number in the call
 
 
 def check_version() -> None:
@@ -145,6 +148,67 @@ def adopt(llm: LLM, fresh: nn.Module) -> None:
         if not isinstance(module, Attention):
             attributes = counterparts[name].__dict__
             module.__dict__.update({key: value for key, value in attributes.items() if key != "_modules"})
+
+
+class Batch:
+    """The requests whose next tokens are being sampled, in the order of the logits' rows."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._runner = _runner(llm)
+        self._ids: list[str] = []
+        self._rows = np.empty(0, np.int64)
+
+    def rows(self) -> np.ndarray:
+        """Every request's `ROW`, int64."""
+        ids = self._runner.input_batch.req_ids
+        if ids != self._ids:
+            requests = self._runner.requests
+            self._ids = list(ids)
+            self._rows = np.array([requests[request].sampling_params.extra_args[ROW] for request in ids], np.int64)
+        return self._rows
+
+    def positions(self) -> np.ndarray:
+        """How many tokens each has been given before, int64. Known on the host even when the tokens are not yet."""
+        batch = self._runner.input_batch
+        count = len(batch.req_ids)
+        return (batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]).astype(np.int64)
+
+
+@contextmanager
+def sampling(
+    llm: LLM,
+    draw: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None,
+    record: Callable[[torch.Tensor, torch.Tensor], None],
+) -> Iterator[None]:
+    """Within it `draw` (vLLM's own where None) takes tempered logits [B, V], vLLM's generators by row and its top-k and
+    top-p [B] or None, and returns tokens [B] and processed logprobs [B, V]; `record` sees both for every batch."""
+    sampler = _runner(llm).sampler
+    sample = sampler.sample
+
+    def recorded(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, logprobs = sample(logits, *args, **kwargs)
+        if logprobs is None:  # vLLM computes none for a batch that is all greedy
+            logprobs = sampler.compute_logprobs(logits)
+        record(tokens, logprobs)
+        return tokens, logprobs
+
+    drawing = sampler.topk_topp_sampler
+    with _replaced(drawing, "forward", draw or drawing.forward), _replaced(sampler, "sample", recorded):
+        yield
+
+
+def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """Samples a token of each row of float32 logits [B, V] by Gumbel noise that is a function of (seeds[row], token)
+    alone, in one launch. On CUDA the kernel of vLLM's V2 runner, on a CPU that of its V1 runner."""
+    if logits.device.type == "cpu":
+        tokens: torch.Tensor = torch.ops._C.fused_gumbel_argmax(logits.contiguous(), seeds)
+        return tokens
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample  # needs Triton
+
+    every = torch.arange(len(seeds), device=logits.device)
+    ones = torch.ones(len(seeds), device=logits.device)
+    tokens = gumbel_sample(logits, every, ones, seeds, torch.zeros_like(seeds), apply_temperature=False)
+    return tokens
 
 
 def tensor_parallel_group() -> ProcessGroup:

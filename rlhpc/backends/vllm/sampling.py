@@ -10,6 +10,7 @@ import xxhash
 from vllm import RequestOutput, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
+from rlhpc.backends.vllm import private
 from rlhpc.backends.vllm.rng import hash64
 from rlhpc.data.types import Completion
 from rlhpc.errors import ConfigError, EngineError
@@ -36,12 +37,14 @@ def check_prompts(prompts: Prompts, sampling: SamplingSpec, max_model_len: int, 
             )
 
 
-def request_params(
-    prompts: Prompts, sampling: SamplingSpec, stop_token_ids: list[int], seed: int
-) -> list[SamplingParams]:
-    """One request per sample, prompt-major, each with a seed of its own.
+def request_seeds(prompts: Prompts, n: int, seed: int) -> np.ndarray:
+    """One 63-bit seed per sample, prompt-major, that depends on nothing but (seed, prompt_id, sample_idx)."""
+    return np.array([hash64(seed, prompt_id, sample) for prompt_id, _ in prompts for sample in range(n)], np.int64)
 
-    vLLM gives the children of `n > 1` the seeds seed, seed + 1, ..., which collide between prompts.
+
+def request_params(prompts: Prompts, sampling: SamplingSpec, stop_token_ids: list[int]) -> list[SamplingParams]:
+    """One request per sample, prompt-major, numbered; `Samples` gives it its seed and keeps its logprobs.
+
     Raises ConfigError for values out of vLLM's range.
     """
     common: dict[str, Any] = {
@@ -53,30 +56,33 @@ def request_params(
         "stop": list(sampling.stop),
         "ignore_eos": sampling.ignore_eos,
         "detokenize": bool(sampling.stop),
-        "logprobs": 0,  # the sampled token's alone
-        "flat_logprobs": True,
     }
     try:
-        return [
-            SamplingParams(seed=hash64(seed, prompt_id, sample), **common)
-            for prompt_id, _ in prompts
-            for sample in range(sampling.n)
-        ]
+        return [SamplingParams(extra_args={private.ROW: row}, **common) for row in range(len(prompts) * sampling.n)]
     except (ValueError, VLLMValidationError) as error:  # the latter is no ValueError since 0.32
         raise ConfigError(f"vLLM refuses {sampling}: {error}") from error
 
 
-def completions(outputs: Sequence[RequestOutput], prompts: Prompts, n: int) -> list[Completion]:
-    """vLLM's outputs, which it returns in the order of the requests."""
+def completions(
+    outputs: Sequence[RequestOutput], samples: Sequence[tuple[np.ndarray, np.ndarray]], prompts: Prompts, n: int
+) -> list[Completion]:
+    """vLLM's outputs, which it returns in the order of the requests, with the logprobs of what `samples` recorded.
+
+    Raises EngineError where vLLM answers with other tokens than it was seen to sample.
+    """
     keys = [(prompt_id, sample) for prompt_id, _ in prompts for sample in range(n)]
     result = []
-    for (prompt_id, sample), output in zip(keys, outputs, strict=True):
+    for (prompt_id, sample), output, (sampled, logprobs) in zip(keys, outputs, samples, strict=True):
         answer = output.outputs[0]
         tokens = np.asarray(answer.token_ids, dtype=np.int32)
-        logprobs = np.asarray(answer.logprobs.logprobs, dtype=np.float32)
-        if len(tokens) != len(logprobs):
-            raise EngineError(f"prompt {prompt_id}: {len(tokens)} tokens came with {len(logprobs)} logprobs")
-        result.append(Completion(prompt_id, sample, tokens, logprobs, answer.finish_reason or "abort"))
+        if not np.array_equal(tokens, sampled[: len(tokens)]):
+            raise EngineError(
+                f"vllm {private.VERSION} answers prompt {prompt_id} with {len(tokens)} tokens that are not the first "
+                f"of the {len(sampled)} it was seen to sample: it schedules in a way that "
+                "rlhpc/backends/vllm/private.py doesn't know"
+            )
+        reason = answer.finish_reason or "abort"
+        result.append(Completion(prompt_id, sample, tokens, logprobs[: len(tokens)], reason))
     return result
 
 

@@ -35,7 +35,7 @@ def test_arguments_follow_the_config() -> None:
     assert cpu["kv_cache_memory_bytes"] == 268_435_456 and cpu["enforce_eager"] and "enable_sleep_mode" not in cpu
     assert cpu["max_model_len"] == 128 and cpu["max_num_batched_tokens"] == 9000 and cpu["skip_tokenizer_init"]
     few = engine_arguments(config(max_num_batched_tokens=50, max_num_seqs=4), Path("/model"), "cpu")
-    assert few["max_num_batched_tokens"] == 128 and not few["enable_chunked_prefill"]  # prompts go in whole
+    assert few["max_num_batched_tokens"] == 50
     cuda = engine_arguments(config(max_model_len=77, stop=["x"], free_cache_engine=False), Path("/model"), "cuda")
     assert cuda["max_model_len"] == 77 and not cuda["skip_tokenizer_init"] and not cuda["enable_sleep_mode"]
     assert cuda["moe_backend"] == "triton" and not cuda["enforce_eager"] and "kv_cache_memory_bytes" not in cuda

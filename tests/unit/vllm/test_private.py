@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhpc.backends.vllm import private
 from rlhpc.backends.vllm.engine import engine_arguments
@@ -88,6 +89,60 @@ def test_the_configuration_knows_the_device_and_models_load_by_name() -> None:
 
     assert "device" in {field.name for field in dataclasses.fields(DeviceConfig)}, "DeviceConfig.device is gone"
     assert parameters(Qwen3MoeForCausalLM.load_weights) == ["self", "weights"], "load_weights has changed"
+
+
+def test_the_sampler_is_called_as_it_is_replaced() -> None:
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    source = inspect.getsource(GPUModelRunner._sample)
+    assert "self.sampler(" in source and "logits=logits" in source, "GPUModelRunner._sample samples by other means"
+    source = inspect.getsource(Sampler.forward)
+    assert "sampled, processed_logprobs = self.sample(logits, sampling_metadata)" in source, (
+        "Sampler.sample is not used"
+    )
+    source = inspect.getsource(Sampler.sample)
+    assert "random_sampled, processed_logprobs = self.topk_topp_sampler(" in source, "Sampler.sample draws otherwise"
+    assert parameters(TopKTopPSampler.forward_native) == ["self", "logits", "generators", "k", "p"]
+    assert "self.forward =" in inspect.getsource(TopKTopPSampler.__init__), "TopKTopPSampler.forward is no attribute"
+    assert parameters(private.apply_top_k_top_p) == ["logits", "k", "p"], "apply_top_k_top_p has changed"
+    assert parameters(Sampler.compute_logprobs) == ["logits"], "Sampler.compute_logprobs has changed"
+
+
+def test_the_batch_tells_its_requests_and_their_lengths() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    source = inspect.getsource(InputBatch.__init__)
+    for name in ("num_tokens_no_spec", "num_prompt_tokens"):
+        assert f"self.{name} =" in source, f"InputBatch.{name} is gone"
+    assert isinstance(InputBatch.req_ids, property), "InputBatch.req_ids is gone"
+    source = inspect.getsource(GPUModelRunner.__init__)
+    assert "self.input_batch =" in source and "self.requests:" in source, "GPUModelRunner keeps requests otherwise"
+    assert "sampling_params" in {field.name for field in dataclasses.fields(CachedRequestState)}
+    assert SamplingParams(extra_args={private.ROW: 3}).clone().extra_args == {private.ROW: 3}
+    # A token's place is counted while the token itself may still be on its way from the device.
+    assert "self.input_batch.num_tokens_no_spec[req_idx] = end_idx" in inspect.getsource(
+        GPUModelRunner._bookkeeping_sync
+    ), "GPUModelRunner counts tokens elsewhere"
+
+
+def test_gumbel_noise_depends_on_seed_and_token_alone() -> None:
+    """Also: infinitely unlikely tokens are never drawn, and shares follow the softmax."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits = torch.randn(64, 5000, device=device)
+    logits[:, ::2] = -torch.inf
+    seeds = torch.arange(64, device=device) * 2**40
+    drawn = private.gumbel_argmax(logits, seeds)
+    assert drawn.dtype == torch.int64 and bool((drawn % 2 == 1).all())
+    assert torch.equal(private.gumbel_argmax(logits.flip(0), seeds.flip(0)).flip(0), drawn)
+    assert torch.equal(private.gumbel_argmax(logits[40:43], seeds[40:43]), drawn[40:43])
+    shares = torch.tensor([0.5, 0.3, 0.15, 0.05], device=device)
+    many = private.gumbel_argmax(shares.log().expand(200_000, 4), torch.arange(200_000, device=device))
+    found = torch.bincount(many, minlength=4) / 200_000
+    assert torch.all((found - shares).abs() < 5 * (shares * (1 - shares) / 200_000).sqrt())
 
 
 def test_attention_owns_the_kv_cache() -> None:
