@@ -74,6 +74,13 @@ def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMem
     ]
 
 
+def checkpoint_bytes(cfg: RunConfig, model_config: Mapping[str, Any]) -> int:
+    """Size of one checkpoint: weights, and the optimizer's state of every parameter once."""
+    dtype = cfg.actor_rollout_ref.model.dtype
+    per_element = DTYPE_BYTES[dtype] + MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
+    return parameter_counts(model_config)[0] * per_element
+
+
 def describe(cfg: RunConfig, model_config: Mapping[str, Any]) -> str:
     """The plan as text: grids, batch, parameters and the fullest rank's memory."""
     return "\n".join(_lines(cfg, model_config))

@@ -1,0 +1,72 @@
+"""`rlhpc cancel`: ends runs so that nothing starts them again, and says what they became."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from rlhpc.cli import jobs as slurm_jobs
+from rlhpc.cli.logs import UNDER_WAY
+from rlhpc.cli.runs import JOB_ID, Run
+from rlhpc.cli.status import judge, look
+from rlhpc.cluster import slurm
+from rlhpc.cluster.attempt import publish_text
+
+PATIENCE_S = 15.0  # a run that commits a checkpoint takes its time
+POLL_S = 1.0
+
+
+def cancel(argument: str, *, now: bool = False) -> None:
+    """Cancels the runs that RUN|JOB means. Each commits a checkpoint first, unless `now`.
+
+    Raises ConfigError when it means no run, SlurmError when Slurm does not answer.
+    """
+    runs, jobs = look(argument)
+    under_way = []
+    for run in runs:
+        state, why = judge(run, jobs)
+        if state in UNDER_WAY or (state == "unknown" and run.job_id):
+            under_way.append(run)
+        else:
+            print(f"{run.directory}: {state} already{', ' + why if why else ''}; nothing to cancel")
+    for run in under_way:
+        if run.job_id:
+            publish_text(run.directory / "STOP", f"rlhpc cancel, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    for job_id in _jobs(argument, runs, under_way):
+        if now:
+            slurm.cancel(job_id, signal="KILL")  # the steps; without them the batch process soon ends too
+        slurm.cancel(job_id)
+    for run in under_way:
+        if not run.job_id and run.driver_alive:
+            os.kill(int(run.progress["pid"]), signal.SIGKILL if now else signal.SIGTERM)
+    _await_end(under_way)
+
+
+def _jobs(argument: str, runs: Sequence[Run], under_way: Sequence[Run]) -> list[str]:
+    """What to tell scancel: an array as a whole where it is named and all of its runs are meant."""
+    jobs = [run.job_id for run in under_way if run.job_id]
+    if JOB_ID.fullmatch(argument) and "_" not in argument and any(job.startswith(argument + "_") for job in jobs):
+        return [argument]
+    return jobs
+
+
+def _await_end(runs: Sequence[Run]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    waiting = list(runs)
+    while waiting:
+        jobs = slurm_jobs.ask([run.job_id for run in waiting if run.job_id])
+        late = time.monotonic() >= deadline
+        for run in list(waiting):
+            state, why = judge(fresh := Run(run.directory), jobs)
+            if state in UNDER_WAY and not late:
+                continue
+            waiting.remove(run)
+            newest = f"; checkpoint of step {max(fresh.checkpoints)}" if fresh.checkpoints else "; no checkpoint yet"
+            if state in UNDER_WAY:
+                print(f"{run.directory}: still {state}{', ' + why if why else ''}; see: rlhpc status {run.directory}")
+            else:
+                print(f"{run.directory}: {state}{newest}; rlhpc resume {run.directory} goes on with it")
+        if waiting:
+            time.sleep(POLL_S)

@@ -1,0 +1,75 @@
+"""`rlhpc resume`: what a run was started with, and what may be changed for its next attempt. launch/resume.py composes
+and starts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint.identity import RUN_NAME, free
+from rlhpc.cluster.attempt import read_json
+from rlhpc.config.load import diff, load, load_file
+from rlhpc.config.schema import RunConfig
+from rlhpc.errors import ConfigError
+
+STOP_NAME = "STOP"
+Change = tuple[str, Any, Any]  # key, old value, new value
+
+
+def settings_of(directory: Path) -> RunConfig:
+    """What a run was started with last, by config.yaml (written for jobs) or run.json (by every driver), whichever is
+    newer. Raises ConfigError where neither is."""
+    files = [path for name in ("config.yaml", RUN_NAME) if (path := directory / name).is_file()]
+    if not files:
+        raise ConfigError(
+            f"{directory} holds no run (neither config.yaml nor {RUN_NAME}); give the run_dir of one, or start it: "
+            "python launch/run.py experiment=..."
+        )
+    newest = max(files, key=lambda path: path.stat().st_mtime)
+    if newest.name == RUN_NAME:
+        identity = read_json(newest)
+        assert identity is not None
+        cfg = load(identity["config"])
+    else:
+        cfg = load_file(newest)
+    cfg.run_dir = str(directory)  # it may have been moved
+    return cfg
+
+
+def changes(directory: Path, old: RunConfig, new: RunConfig) -> list[Change]:
+    """What the overrides change. Raises ConfigError for what would make it another run, once it has trained a step."""
+    found = diff(old, new)
+    if any(key == "run_dir" for key, _, _ in found):
+        raise ConfigError("resume can't change run_dir; start another run with launch/run.py run_dir=...")
+    binding = [change for change in found if not free(change[0])]
+    if binding and (directory / "metrics.jsonl").exists():
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"{directory} has trained already; these settings would make it another run:",
+                    *(f"  {line}" for line in shown(binding)),
+                    "start that with launch/run.py and another run_dir, or leave them out",
+                ]
+            )
+        )
+    return found
+
+
+def shown(found: Sequence[Change]) -> Iterator[str]:
+    """A line for each change."""
+    for key, old, new in found:
+        yield f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
+
+
+def finished(directory: Path) -> bool:
+    """Whether the run came to its end by itself."""
+    return (read_json(directory / "progress.json") or {}).get("outcome") == "finished"
+
+
+def forget_cancel(directory: Path) -> None:
+    """Takes back `rlhpc cancel`, and says so."""
+    if (directory / STOP_NAME).exists():
+        (directory / STOP_NAME).unlink()
+        print(f"removed {directory / STOP_NAME}, left by rlhpc cancel")
