@@ -44,7 +44,7 @@ def ask(job_ids: Iterable[str] = (), *, own: bool = False) -> Jobs:
             known |= slurm.queue(user=getpass.getuser())
         return Jobs(known)
     except SlurmError as error:
-        return Jobs(problem=f"Slurm does not answer ({error})")
+        return Jobs(problem=f"Slurm does not answer ({str(error).splitlines()[0]})")
 
 
 def accounted_state(job_id: str) -> str | None:

@@ -160,9 +160,7 @@ def judge(run: Run, jobs: Jobs) -> tuple[str, str]:
 
 def _judge_live(run: Run, record: JobRecord) -> tuple[str, str]:
     if record.pending:
-        return "held" if record.held else "pending", why_pending(
-            record, last.get("reason") if last.get("held") else None
-        )
+        return "held" if record.held else "pending", why_pending(record, str(run.job_id))
     if record.completing:
         return "ending", "cleaning up" if not run.stopped else "being cancelled"
     if run.progress.get("attempt") != f"{run.job_id}-{record.restarts}":
