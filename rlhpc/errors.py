@@ -33,5 +33,9 @@ class SlurmError(RlhpcError):
     """A command of Slurm failed or gave no answer; the message holds the command, its exit code and what it said."""
 
 
-class RankLostError(TrainingError):
-    """A rank or its node died without an answer: killed, out of memory, powered off. Another attempt may get further."""
+class ClusterError(TrainingError):
+    """The nodes don't make a cluster: one never joined, Ray ended, no port is free. Another attempt may get further."""
+
+
+class RankLostError(ClusterError):
+    """A rank or its node died without an answer: killed, out of memory, powered off. Another try may get further."""

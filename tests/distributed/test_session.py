@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.cluster.session import Session, _processes, clean, open_session
+from rlhpc.cluster.session import Session, clean, open_session, processes
 
 DRIVER = """
 import sys, time, ray
@@ -52,7 +52,7 @@ def start_driver(root: Path, mode: str) -> tuple[subprocess.Popen[str], Session]
 def remains(session: Session) -> list[str]:
     segments = [str(p) for p in Path("/dev/shm").glob(f"*{session.ident}*")]
     directory = [str(session.directory)] if session.directory.exists() else []
-    return [str(pid) for pid in _processes(session.token)] + segments + directory
+    return [str(pid) for pid in processes(session.token)] + segments + directory
 
 
 def wait_until_gone(session: Session, timeout_s: float = 30.0) -> None:

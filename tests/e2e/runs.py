@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rlhpc.checkpoint.store import CheckpointStore, read_shard
-from rlhpc.cluster.session import _driver_alive
+from rlhpc.cluster.session import alive
 from rlhpc.metrics.records import MEASURED
 from tests.tiny_model import write_tiny_model
 
@@ -139,4 +139,4 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
 def leftovers() -> list[str]:
     """Sessions of this user whose driver is gone; other runs on the machine may be alive."""
     root = Path(f"/tmp/rlhpc-{os.getuid()}")
-    return sorted(str(p) for p in root.iterdir() if not _driver_alive(p)) if root.exists() else []
+    return sorted(str(p) for p in root.iterdir() if not alive(p)) if root.exists() else []
