@@ -72,8 +72,8 @@ class Run:
     @cached_property
     def job_ids(self) -> set[str]:
         """Every job that worked on this run, and those ids of whole arrays."""
-        ids = {path.name.rpartition("-")[0] for path in self.attempt_directories} | ({self.job_id} - {None})
-        return {part for job_id in ids for part in (job_id, str(job_id).partition("_")[0])}
+        ids = {path.name.rpartition("-")[0] for path in self.attempt_directories} | {self.job_id or ""}
+        return {part for job_id in ids for part in (job_id, job_id.partition("_")[0])}
 
     @cached_property
     def attempt_directories(self) -> Sequence[Path]:

@@ -57,7 +57,7 @@ CAUSES = {
 
 
 def why_pending(job: JobRecord, job_id: str) -> str:
-    """Why a job waits and, where Slurm tells, until when. `job_id` is its own, which waiting tasks of an array don't have."""
+    """Why a job waits and, where Slurm tells, until when. Waiting tasks of an array share a record, hence `job_id`."""
     reason = (job.reason or "None").replace(" ", "_")
     code, _, detail = reason.partition(",")
     if job.held:
