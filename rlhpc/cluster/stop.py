@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,22 +33,27 @@ class StopFlag:
         self._attempt = attempt
 
     def install(self) -> None:
-        """Takes over the signals; main thread only. To be repeated after a library has taken them."""
-        for number in (*STOP_SIGNALS, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        """Takes over the signals; main thread only, before libraries start threads of their own.
 
-    @contextmanager
-    def kept_from_others(self) -> Iterator[None]:
-        """Holds stop signals back while a library installs handlers of its own, and takes over again."""
-        with blocked(STOP_SIGNALS):
-            yield
-            self.install()
+        SIGTERM and SIGUSR2 are held back from every thread that is started from here on, and one of this flag's own
+        takes them: libraries such as Ray put handlers in place that would end the process. Processes inherit that, as
+        `blocked` says.
+        """
+        for number in (*STOP_SIGNALS, signal.SIGINT):
+            signal.signal(number, self._on_signal)  # never ignored, and heard by threads that were there before
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        threading.Thread(target=self._take, name="stop signals", daemon=True).start()
+
+    def _take(self) -> None:
+        while True:
+            self._on_signal(signal.sigwait(STOP_SIGNALS), None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason is not None:
             raise KeyboardInterrupt
         if self.reason is None:
-            self.reason, self.at = signal.Signals(number).name, time.time()
+            self.at = time.time()
+            self.reason = signal.Signals(number).name
 
     def requested(self) -> bool:
         if self.reason is not None and not self.seen_at:

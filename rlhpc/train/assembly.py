@@ -48,12 +48,11 @@ def assembled(
     progress.plan(total_steps)
     stop.check()
     with ExitStack() as stack:
-        with stop.kept_from_others():  # Ray installs handlers of its own
-            session = stack.enter_context(
-                attempt_ray(cfg, attempt)
-                if attempt
-                else local_ray(cfg.cluster, num_ranks=num_ranks, num_gpus=num_ranks if device == "cuda" else 0)
-            )
+        session = stack.enter_context(
+            attempt_ray(cfg, attempt, waiting=stop.check)
+            if attempt
+            else local_ray(cfg.cluster, num_ranks=num_ranks, num_gpus=num_ranks if device == "cuda" else 0)
+        )
         progress.milestone("ray_ready")
         pool = stack.enter_context(
             RewardPool(

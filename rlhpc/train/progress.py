@@ -24,7 +24,7 @@ from typing import Any
 
 from rlhpc.cluster.attempt import Attempt, publish_text, read_json
 from rlhpc.cluster.stop import StopFlag, StopRequested, UpdateCut
-from rlhpc.errors import RankLostError
+from rlhpc.errors import ClusterError
 
 PROGRESS_NAME = "progress.json"
 
@@ -111,8 +111,7 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stopping()
-        outcome = {None: "finished", StopRequested: "stopped", UpdateCut: "stopped", RankLostError: "lost"}
-        self._state |= {"phase": "end", "since": time.time(), "outcome": outcome.get(kind, "failed")}
+        self._state |= {"phase": "end", "since": time.time(), "outcome": _outcome(error)}
         if self._state["outcome"] in ("failed", "lost"):
             self._state["reason"] = str(error).partition("\n")[0] or type(error).__name__
         self._write()
@@ -122,3 +121,11 @@ class Progress:
             publish_text(self._path, json.dumps(self._state, indent=1) + "\n")
         except OSError as error:
             log.warning("%s can't be written: %s", self._path, error)
+
+
+def _outcome(error: BaseException | None) -> str:
+    if error is None:
+        return "finished"
+    if isinstance(error, StopRequested | UpdateCut):
+        return "stopped"
+    return "lost" if isinstance(error, ClusterError) else "failed"

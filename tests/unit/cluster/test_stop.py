@@ -7,14 +7,17 @@ import sys
 import pytest
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
 from rlhpc.cluster.stop import StopFlag, StopRequested
 flag = StopFlag()
 flag.install()
 assert not flag.requested()
 flag.check()
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(9))  # as libraries do
 os.kill(os.getpid(), int(sys.argv[1]))
-assert flag.requested() and flag.reason == sys.argv[2], flag.reason
+while not flag.requested():
+    time.sleep(0.01)
+assert flag.reason == sys.argv[2], flag.reason
 try:
     flag.check()
 except StopRequested as stop:
