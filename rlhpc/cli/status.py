@@ -147,7 +147,7 @@ def judge(run: Run, jobs: Jobs) -> tuple[str, str]:
         ended = slurm_jobs.accounted_state(run.job_id)
     settled = run.settled
     if settled:
-        return settled, attempt_end(run.attempts[-1]) if run.attempts and settled != "finished" else ""
+        return settled, attempt_end(run.attempts[-1]).removeprefix(settled).lstrip(": ") if run.attempts else ""
     if ended in ENDED_STATES:
         state, why = ENDED_STATES[ended]
         if state == "finished" and progress.get("outcome") != "finished":
@@ -222,7 +222,8 @@ def details(run: Status) -> Iterator[str]:
         said = f" ({run.slurm_state})" if run.slurm_state else ""
         yield f"  job         {run.job_id}{said}, attempt {run.attempt}{nodes}"
     doing = f"; {run.phase} for {duration(run.phase_s or 0)}" if run.phase else ""
-    yield f"  progress    {_steps(run)} steps{doing}; reward {_number(run.reward)}"
+    reward = "" if run.reward is None else f"; reward {run.reward:.3f}"
+    yield f"  progress    {_steps(run)} steps{doing}{reward}"
     yield f"  checkpoint  {_checkpoint(run)}"
     if run.eta_s is not None:
         yield f"  remaining   about {duration(run.eta_s)} of training"

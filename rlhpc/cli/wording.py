@@ -86,7 +86,7 @@ def attempt_end(line: Mapping[str, Any]) -> str:
     if outcome == "finished":
         return "finished"
     if outcome == "lost":
-        return "lost: killed together with its node or its job"
+        return f"lost: {line.get('reason') or 'killed together with its node or its job'}"
     if outcome == "cancelled":
         return "cancelled"
     if outcome == "failed":
