@@ -1,9 +1,10 @@
-"""Hydra entry: compose -> validated configuration -> run here. `python launch/run.py --help` shows how."""
+"""Hydra entry: compose -> validated configuration -> run here or submit. `python launch/run.py --help` shows how."""
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,27 +30,30 @@ USER_ERROR = 2
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
 def start(composed: DictConfig) -> None:
-    """Runs one composed configuration; exits on failure, which also ends a sweep."""
-    from rlhpc.config.checks import check_run
+    """Carries one composed configuration out; exits on failure, which also ends a sweep."""
+    with ExitCodes():
+        from launch.modes import MODES
 
-    try:
         cfg = load(composed)
-        hydra_config = HydraConfig.get()
-        if hydra_config.mode is RunMode.MULTIRUN:
-            cfg.run_dir = f"{cfg.run_dir}/{hydra_config.job.num}"
-        model_config = check_run(cfg)
-        if cfg.launch.dry_run:
-            from rlhpc.cli.plan import describe
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            cfg.run_dir = f"{cfg.run_dir}/{HydraConfig.get().job.num}"
+        if status := MODES[cfg.launch.mode](cfg):
+            raise SystemExit(status)
 
-            print(describe(cfg, model_config))
-            return
-        from rlhpc.train.run import run
 
-        status = run(cfg)
-    except RlhpcError as error:
-        status = refused(error)
-    if status:
-        raise SystemExit(status)
+class ExitCodes:
+    """What a run ends with: 2 for what the user can mend, 1 for a bug. Both leave as SystemExit, because Hydra's
+    launchers report a job that merely raised as completed."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RlhpcError):
+            raise SystemExit(refused(error)) from None
+        if isinstance(error, Exception):
+            traceback.print_exception(error)
+            raise SystemExit(1) from None
 
 
 def refused(error: Exception) -> int:

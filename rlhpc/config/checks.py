@@ -19,6 +19,27 @@ if TYPE_CHECKING:
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32, attention/backends/cpu_attn.py
 GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")  # the group is the baseline
 
+SBATCH_OWN = {  # options of sbatch that follow from other keys
+    "nodes": "cluster.nodes",
+    "partition": "cluster.partition",
+    "account": "cluster.account",
+    "qos": "cluster.qos",
+    "constraint": "cluster.constraint",
+    "reservation": "cluster.reservation",
+    "nodelist": "cluster.nodelist",
+    "exclude": "cluster.exclude",
+    "cpus-per-task": "cluster.cpus_per_node",
+    "mem": "cluster.memory_gib_per_node",
+    "job-name": "launch.job_name",
+    "time": "launch.time_min",
+    "signal": "launch.stop_lead_s",
+    "wait": "launch.wait",
+    **dict.fromkeys(("array", "parsable", "test-only", "wrap"), "launch=slurm, with -m for an array,"),
+    **dict.fromkeys(("output", "error", "open-mode"), "run_dir, where the log goes,"),
+    **dict.fromkeys(("requeue", "no-requeue"), "launch.max_attempts_without_progress (every job may be requeued)"),
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "gpus"), "cluster.nodes and trainer.n_gpus_per_node"),
+}
+
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MEGATRON, _ROLLOUT_TP = f"{_ACTOR}.megatron", f"{_ROLLOUT}.tensor_model_parallel_size"
 
@@ -33,8 +54,6 @@ class _Case:
 
 def check_run(cfg: RunConfig) -> dict[str, Any]:
     """Checks files, model and configuration; returns the parsed config.json. Raises RlhpcError."""
-    if cfg.launch.mode == "slurm":
-        raise ConfigError("launch.mode=slurm is not available yet; use launch=local inside an allocation")
     _check_files(cfg)
     model_config = read_model_config(cfg.actor_rollout_ref.model.path)
     check(cfg, model_config, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node, device=device_of(cfg))
@@ -42,11 +61,19 @@ def check_run(cfg: RunConfig) -> dict[str, Any]:
 
 
 def device_of(cfg: RunConfig) -> str:
-    """ "cpu" or "cuda": what trainer.device says, and for "auto" what this machine has."""
+    """ "cpu" or "cuda": what trainer.device says, and for "auto" what this machine has.
+
+    Raises ConfigError for "auto" where the run is for other machines.
+    """
     import torch
 
     if cfg.trainer.device != "auto":
         return cfg.trainer.device
+    if cfg.launch.mode == "slurm":
+        raise ConfigError(
+            "trainer.device=auto: what the job's nodes have is not known here; set trainer.device=cuda (asks Slurm for "
+            f"{cfg.trainer.n_gpus_per_node} GPUs a node) or cpu, or choose a cluster that sets it, such as cluster=h200"
+        )
     return "cuda" if torch.cuda.device_count() >= cfg.trainer.n_gpus_per_node else "cpu"
 
 
@@ -109,8 +136,6 @@ def _layout(case: _Case) -> Iterator[str]:
         rollout_tp = case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
         yield f"{_ROLLOUT_TP}={rollout_tp} must divide {where}; {_choose(divisors(ranks))}"
     yield from _rollout_experts(case)
-    if case.cfg.trainer.nnodes > 1:
-        yield f"trainer.nnodes={case.cfg.trainer.nnodes} needs launch=slurm, not available yet; set 1"
 
 
 def _rollout_experts(case: _Case) -> Iterator[str]:
@@ -291,6 +316,22 @@ def _reward(case: _Case) -> Iterator[str]:
         yield f"reward.name={name!r} is unknown; choose {', '.join(sorted(REWARDS))} or FILE.py:FUNCTION"
 
 
+def _launch(case: _Case) -> Iterator[str]:
+    launch, cluster, nodes = case.cfg.launch, case.cfg.cluster, case.cfg.trainer.nnodes
+    if launch.mode == "local" and nodes > 1:
+        yield f"trainer.nnodes={nodes} needs launch=slurm, or launch=allocation inside a job; set 1 to train here"
+    if launch.mode == "slurm" and launch.time_min is not None and launch.stop_lead_s >= launch.time_min * 60:
+        yield (
+            f"launch.stop_lead_s={launch.stop_lead_s} must leave something of launch.time_min={launch.time_min} "
+            f"({launch.time_min * 60} s); set a longer limit or a shorter lead"
+        )
+    for option, value in cluster.sbatch.items():
+        if (instead := SBATCH_OWN.get(option.replace("_", "-"))) is not None:
+            yield f"cluster.sbatch.{option}={value}: set {instead} instead"
+        elif not isinstance(value, (str, int, float, bool, type(None))):
+            yield f"cluster.sbatch.{option}={value} must be a text, a number, or true for an option without a value"
+
+
 _RULES: tuple[Callable[[_Case], Iterator[str]], ...] = (
     _layout,
     _model,
@@ -299,4 +340,5 @@ _RULES: tuple[Callable[[_Case], Iterator[str]], ...] = (
     _algorithm,
     _trainer,
     _reward,
+    _launch,
 )

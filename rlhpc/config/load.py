@@ -37,6 +37,7 @@ def load(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
         raise ConfigError(f"the configuration can't be composed: {error}") from error
     problems: list[str] = []
     config = _build(RunConfig, tree, "", problems)
+    problems += _with_nodes(config)
     problems += [_missing(key) for key, value in _leaves("", tree) if value == MISSING]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -211,6 +212,17 @@ def _missing(key: str) -> str:
         "data.train_files": "a .jsonl or .parquet file, or a list of them: {}=PATH/train.jsonl",
     }
     return f"{key} is not set; give {hints.get(key, 'a value: {}=...').format(key)}"
+
+
+def _with_nodes(cfg: RunConfig) -> list[str]:
+    """Sets trainer.nnodes to cluster.nodes, which says the same; what is wrong where both are set and differ."""
+    asked, nodes = cfg.cluster.nodes, cfg.trainer.nnodes
+    if asked is None or not isinstance(asked, int):
+        return []
+    if nodes not in (1, asked):
+        return [f"cluster.nodes={asked} contradicts trainer.nnodes={nodes}; set one of them"]
+    cfg.trainer.nnodes = asked
+    return []
 
 
 def _with_absolute_paths(cfg: RunConfig) -> RunConfig:

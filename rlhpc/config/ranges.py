@@ -42,9 +42,14 @@ AT_LEAST_1 = (
     "trainer.total_training_steps",
     "checkpoint.keep",
     "reshard.bucket_bytes",
+    "cluster.nodes",
+    "cluster.cpus_per_node",
     "cluster.cpus_per_rank",
     "cluster.threads_per_rank",
     "cluster.object_store_bytes",
+    "launch.time_min",
+    "launch.array_parallelism",
+    "launch.max_attempts_without_progress",
 )
 AT_LEAST_0 = (
     f"{_ACTOR}.optim.lr",
@@ -59,6 +64,7 @@ AT_LEAST_0 = (
     "reshard.verify_every",
     "trainer.log_val_generations",
     "trainer.critic_warmup",
+    "launch.stop_lead_s",
     "seed",
 )
 ABOVE_0 = (
@@ -69,6 +75,8 @@ ABOVE_0 = (
     "algorithm.rollout_correction.rollout_is_threshold",
     "reward.timeout_s",
     "cluster.collective_timeout_s",
+    "cluster.memory_gib_per_node",
+    "cluster.start_timeout_s",
 )
 SHARES = (  # above 0, at most 1
     f"{_ROLLOUT}.top_p",
@@ -163,5 +171,5 @@ def _registries() -> dict[str, Collection[str]]:
         "trainer.device": ("auto", "cpu", "cuda"),
         "trainer.resume_mode": ("auto", "disable", "resume_path"),
         "trainer.wandb_mode": ("online", "offline", "disabled"),
-        "launch.mode": ("local", "slurm"),
+        "launch.mode": ("local", "slurm", "allocation"),
     }

@@ -179,7 +179,7 @@ class TrainerConfig:
     logger: list[str] = field(default_factory=lambda: ["console"])  # and wandb; metrics.jsonl always
     nnodes: int = 1  # nodes
     n_gpus_per_node: int = 1  # ranks per node; on a CPU machine, CPU ranks
-    device: str = "auto"  # auto | cpu | cuda
+    device: str = "auto"  # cpu | cuda | auto: what this machine has; for launch=slurm say which (cuda asks for GPUs)
     total_epochs: int = 1  # passes over the training prompts
     total_training_steps: int | None = None  # rollouts; None: epochs decide
     save_freq: int = -1  # steps; -1: only at the end
@@ -221,7 +221,7 @@ class ClusterConfig:
     cpus_per_node: int | None = None  # CPUs asked of Slurm; None: cpus_per_rank a rank, and 2 more
     memory_gib_per_node: float | None = None  # memory asked of Slurm, GiB; None: the partition's default
     sbatch: dict[str, Any] = field(default_factory=dict)  # further options of sbatch: {comment: text, mail-type: END}
-    setup: list[str] = field(default_factory=list)  # shell lines before the program on each node: module load cuda
+    setup: list[str] = field(default_factory=list)  # shell lines before the program, for all nodes: module load cuda
     network_interface: str | None = None  # such as ib0, or a CIDR such as 10.1.0.0/16; None: the route to the head
     start_timeout_s: float = 300.0  # until every node has joined Ray
     cpus_per_rank: int = 1  # CPUs that Ray reserves for a rank

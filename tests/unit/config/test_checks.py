@@ -92,6 +92,11 @@ RTP, REP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_
         ({f"{ROLLOUT}.temperature": 2, f"{ROLLOUT}.val_kwargs.temperature": 2}, 4),
         ({"reward.name": "gsm8k"}, 4),
         ({"reward.name": f"{__file__}:score"}, 4),
+        ({"cluster.nodes": 2, "launch.mode": "slurm"}, 4),
+        ({"cluster.nodes": 2, "launch.mode": "allocation"}, 4),
+        ({"launch.mode": "slurm", "launch.time_min": 6}, 4),
+        ({"cluster.sbatch.mail-type": "END", "cluster.sbatch.gres": "gpu:h100:8"}, 4),
+        ({"launch.stop_lead_s": 0}, 4),
     ],
 )
 def test_allowed(overrides, world_size):
@@ -149,7 +154,14 @@ def test_allowed(overrides, world_size):
         ({"trainer.balance_batch": False}, 4, ["balance_batch=false", "set true"]),
         ({f"{M}.moe_aux_loss_coeff": -0.01}, 4, ["moe_aux_loss_coeff=-0.01", "at least 0"]),
         ({f"{M}.use_distributed_optimizer": False}, 4, ["use_distributed_optimizer=false", "set true"]),
-        ({"trainer.nnodes": 2}, 4, ["trainer.nnodes=2 needs launch=slurm"]),
+        ({"trainer.nnodes": 2}, 4, ["trainer.nnodes=2 needs launch=slurm, or launch=allocation inside a job"]),
+        ({"cluster.nodes": 2}, 4, ["trainer.nnodes=2 needs launch=slurm"]),
+        ({"launch.mode": "slurm", "launch.time_min": 5}, 4, ["launch.stop_lead_s=300 must leave something of launch."]),
+        ({"launch.mode": "slrum"}, 4, ["launch.mode='slrum' is unknown; did you mean slurm? choose allocation, local"]),
+        ({"cluster.sbatch.cpus_per_task": 4}, 4, ["cluster.sbatch.cpus_per_task=4: set cluster.cpus_per_node instead"]),
+        ({"cluster.sbatch.requeue": False}, 4, ["cluster.sbatch.requeue=False: set launch.max_attempts_without_prog"]),
+        ({"cluster.sbatch.licenses": ["a"]}, 4, ["cluster.sbatch.licenses=['a'] must be a text, a number, or true"]),
+        ({"cluster.memory_gib_per_node": 0.0}, 4, ["cluster.memory_gib_per_node=0.0 is out of range; set it above 0"]),
         ({f"{ROLLOUT}.temperature": 0}, 4, [f"{ROLLOUT}.temperature=0.0 is out of range", "0.01 to 2"]),
         ({f"{ROLLOUT}.temperature": 0.009}, 4, [f"{ROLLOUT}.temperature=0.009 is out of range", "0.01 to 2"]),
         ({f"{ROLLOUT}.temperature": 2.1}, 4, [f"{ROLLOUT}.temperature=2.1 is out of range", "0.01 to 2"]),
@@ -318,5 +330,8 @@ def test_check_run_looks_at_files(tmp_path):
     assert check_run(config(paths)) == MODEL
     with pytest.raises(DataError, match=r"data\.val_files: .*val\.jsonl"):
         check_run(config({**paths, "data.val_files": str(tmp_path / "val.jsonl")}))
-    with pytest.raises(ConfigError, match="launch.mode=slurm is not available yet"):
-        check_run(config({**paths, "launch.mode": "slurm"}))
+    with pytest.raises(
+        ConfigError, match=r"trainer.device=auto: .*set trainer.device=cuda \(asks Slurm for 3 GPUs a node"
+    ):
+        check_run(config({**paths, "launch.mode": "slurm", "trainer.n_gpus_per_node": 3}))
+    assert check_run(config({**paths, "launch.mode": "slurm", "trainer.device": "cpu"})) == MODEL

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from rlhpc.config.load import defaults, load, violations
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-FILES = sorted(CONFIGS.rglob("*.yaml"))
+FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if "hydra" not in path.relative_to(CONFIGS).parts)
 GIVEN = ["actor_rollout_ref.model.path=/m", "data.train_files=/d.jsonl"]
 
 

@@ -194,3 +194,11 @@ def test_every_leaf_is_explained():
     leaves = re.findall(r"^    [a-z_]+: (?!\w+Config\b).*", inspect.getsource(schema), re.MULTILINE)
     assert len(leaves) > 100
     assert [leaf for leaf in leaves if "  # " not in leaf and "run_dir" not in leaf] == []
+
+
+def test_cluster_nodes_and_trainer_nnodes_are_one():
+    assert load({"cluster": {"nodes": 4}} | REQUIRED).trainer.nnodes == 4
+    assert load({"cluster": {"nodes": 4}, "trainer": {"nnodes": 4}} | REQUIRED).trainer.nnodes == 4
+    assert load({"trainer": {"nnodes": 3}} | REQUIRED).trainer.nnodes == 3
+    with pytest.raises(ConfigError, match="cluster.nodes=4 contradicts trainer.nnodes=2; set one of them"):
+        load({"cluster": {"nodes": 4}, "trainer": {"nnodes": 2}} | REQUIRED)

@@ -51,9 +51,10 @@ def test_help_shows_examples_and_groups(tmp_path):
     ("arguments", "message"),
     [
         (["experiment=tiny_gsm8k"], "data.train_files is not set"),
-        (["trainer.nnode=1"], "unknown key trainer.nnode; did you mean trainer.nnodes?"),
+        (["trainer.nnode=1"], "unknown key trainer.nnode; did you mean trainer.nnodes or cluster.nodes?"),
         (["experiment=tiny_arithmetic"], "run python scripts/make_tiny_model.py first"),
-        (["experiment=tiny_arithmetic", "launch=slurm"], "launch.mode=slurm is not available yet"),
+        (["experiment=tiny_arithmetic", "launch=slurm"], "run python scripts/make_tiny_model.py first"),
+        (["experiment=tiny_arithmetic", "launch=allocation"], "SLURM_JOB_ID is not set, so this is no Slurm job"),
         (["+experiment=tiny_arithmetic"], "experiment"),
         (["experiment=tiny_arithmetic", "hydra/launcher=nope"], "hydra/launcher"),
     ],
@@ -71,7 +72,7 @@ def test_unknown_key_in_a_yaml_file(tmp_path):
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  nnode: 1\n")
     done = start("--config-dir", str(tmp_path), "experiment=mine", cwd=tmp_path)
     assert done.returncode == 2
-    assert "unknown key trainer.nnode; did you mean trainer.nnodes?" in done.stderr
+    assert "unknown key trainer.nnode; did you mean trainer.nnodes or cluster.nodes?" in done.stderr
 
 
 def tiny(tmp_path):

@@ -1,0 +1,66 @@
+"""What `launch.mode` means: the run here, a job, or the nodes of the allocation that this process is in."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config.checks import check_run
+from rlhpc.config.schema import RunConfig
+
+
+def local(cfg: RunConfig) -> int:
+    """Trains in this process tree; the exit code."""
+    model_config = check_run(cfg)
+    if cfg.launch.dry_run:
+        return _told(cfg, model_config)
+    check_model_files(cfg, model_config)
+    from rlhpc.train.run import run
+
+    return run(cfg)
+
+
+def slurm(cfg: RunConfig) -> int:
+    """Submits one job and returns; with launch.wait the job's exit code."""
+    from launch.submit import submit_run
+
+    return submit_run(cfg)
+
+
+def allocation(cfg: RunConfig) -> int:
+    """Trains over the nodes of the Slurm job that this process is in, whose batch process it becomes."""
+    from rlhpc.cluster import submission
+    from rlhpc.cluster.slurm_env import SlurmEnv
+
+    env = SlurmEnv.from_environ(os.environ)
+    submission.fit_allocation(cfg, env, os.environ)
+    model_config = check_run(cfg)
+    if cfg.launch.dry_run:
+        return _told(cfg, model_config)
+    check_model_files(cfg, model_config)
+    submission.claim(cfg, env)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "rlhpc.cluster.batch", str(Path(cfg.run_dir))])
+
+
+def check_model_files(cfg: RunConfig, model_config: dict[str, Any]) -> None:
+    """Raises ModelError where weights are missing or truncated, or nothing ends an answer."""
+    from rlhpc.config.model_dir import eos_token_ids
+    from rlhpc.reshard.families import family_for
+    from rlhpc.reshard.hf import check_hf
+
+    model_dir = Path(cfg.actor_rollout_ref.model.path)
+    check_hf(model_dir, family_for(model_config).canonical_tensors(model_config))
+    eos_token_ids(model_dir, model_config)
+
+
+def _told(cfg: RunConfig, model_config: dict[str, Any]) -> int:
+    from rlhpc.cli.plan import describe
+
+    print(describe(cfg, model_config))
+    return 0
+
+
+MODES = {"local": local, "slurm": slurm, "allocation": allocation}

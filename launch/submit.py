@@ -1,0 +1,100 @@
+"""What a submission says and does: refuse what can be known, submit, tell how to follow, perhaps wait."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.modes import check_model_files
+from rlhpc.cli.plan import checkpoint_bytes, describe
+from rlhpc.cluster import preflight, storage, submission
+from rlhpc.cluster.job import Job, cpus_per_node, job_of
+from rlhpc.cluster.preflight import Cluster
+from rlhpc.cluster.submission import shown_path
+from rlhpc.config.checks import check_run
+from rlhpc.config.schema import RunConfig
+from rlhpc.errors import ConfigError, SlurmError
+
+
+def submit_run(cfg: RunConfig) -> int:
+    """One run as one job. Returns the exit code: 0, or with launch.wait that of the job."""
+    model_config = check_run(cfg)
+    checked([cfg], [model_config])
+    if not cfg.launch.dry_run:
+        check_model_files(cfg, model_config)
+    job = job_of(cfg)
+    if cfg.launch.dry_run:
+        print(describe(cfg, model_config), *scripts([job]), sep="\n", end="")
+        return 0
+    with submission.submitting(job.folder):
+        if submission.finished(cfg):
+            print(f"{shown_path(cfg.run_dir)} has finished; see: rlhpc report {shown_path(cfg.run_dir)}")
+            return 0
+        submission.refuse_held(cfg.run_dir)
+        (made,) = job.submit()
+    shown, log = shown_path(cfg.run_dir), shown_path(made.log)
+    print(f"submitted job {made.job_id}: {asked(cfg)}")
+    print(f"  run dir  {shown}\n  log      {log}")
+    print(f"  rlhpc status {shown}      what it does now, or why it waits")
+    print(f"  rlhpc logs -f {shown}     follow it")
+    print(f"  rlhpc cancel {shown}      end it for good", flush=True)
+    if not cfg.launch.wait:
+        return 0
+    from rlhpc.cluster.wait import wait
+
+    return wait({made.job_id: Path(cfg.run_dir)})
+
+
+def checked(runs: Sequence[RunConfig], models: Sequence[Mapping[str, Any]]) -> int:
+    """Compares the runs with the cluster and the file systems; prints what may go wrong, returns how many tasks an
+    array may have. A dry run goes on where there is no Slurm.
+
+    Raises ConfigError for all that would be refused or wait for ever, SlurmError when Slurm doesn't answer.
+    """
+    problems, warnings = [], []
+    try:
+        cluster = Cluster.ask()
+    except SlurmError as error:
+        if not runs[0].launch.dry_run:
+            raise
+        print(f"warning: not compared with the cluster's limits: {error}", file=sys.stderr)
+        cluster = Cluster({}, {}, {})
+    for cfg, model_config in zip(runs, models, strict=True):
+        if cluster.partitions:
+            problems += preflight.limits(cfg, cluster, cpus_per_node(cfg))
+            warnings += preflight.cautions(cfg, cluster)
+        size = checkpoint_bytes(cfg, model_config)
+        problems += storage.refusals(cfg, elsewhere=cluster.elsewhere, checkpoint_bytes=size)
+        warnings += storage.cautions(cfg, elsewhere=cluster.elsewhere)
+    for warning in dict.fromkeys(warnings):
+        print(f"warning: {warning}", file=sys.stderr)
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return cluster.max_array_size
+
+
+def plans(runs: Sequence[RunConfig], models: Sequence[Mapping[str, Any]]) -> str:
+    """Layout and memory of every point, those that are alike told once."""
+    told: dict[str, list[RunConfig]] = {}
+    for cfg, model_config in zip(runs, models, strict=True):
+        lines = describe(cfg, model_config).splitlines()
+        told.setdefault("\n".join(line for line in lines if not line.startswith("writes ")), []).append(cfg)
+    return "\n\n".join(
+        "\n".join([*(f"writes    {cfg.run_dir}" for cfg in alike), plan]) for plan, alike in told.items()
+    )
+
+
+def scripts(jobs: Sequence[Job]) -> list[str]:
+    """For a dry run: every script under a line that tells what it is."""
+    return [part for job in jobs for part in ("", f"what sbatch would read, for {job.folder.parent}:", job.script)]
+
+
+def asked(cfg: RunConfig) -> str:
+    """What a run asks of Slurm, in words."""
+    nodes, cluster = cfg.trainer.nnodes, cfg.cluster
+    gpus = f" with {cfg.trainer.n_gpus_per_node} GPUs" if cfg.trainer.device == "cuda" else ""
+    where = f" of partition {cluster.partition}" if cluster.partition else ""
+    limit = f", {cfg.launch.time_min} min" if cfg.launch.time_min else ""
+    return f"{nodes} node{'s' if nodes > 1 else ''}{gpus}{where}{limit}"
