@@ -13,7 +13,7 @@ import ray
 from rlhpc.cluster.attempt import Attempt
 from rlhpc.cluster.placement import Placement, node_resource
 from rlhpc.cluster.ray_node import RaySpec, listens
-from rlhpc.cluster.slurm import SlurmEnv
+from rlhpc.cluster.slurm_env import SlurmEnv
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ClusterError
 

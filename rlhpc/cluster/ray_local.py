@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
 
-from rlhpc.cluster.session import TOKEN_VARIABLE, Reaper, Session, open_session
+from rlhpc.cluster.placement import Placement
+from rlhpc.cluster.ray_node import RAY_ENVIRONMENT
+from rlhpc.cluster.session import TOKEN_VARIABLE, Reaper, open_session
 from rlhpc.cluster.stop import STOP_SIGNALS, blocked
 from rlhpc.config.schema import ClusterConfig
 from rlhpc.errors import ConfigError
 
 
 @contextmanager
-def local_ray(cluster: ClusterConfig, *, num_ranks: int, num_gpus: int) -> Iterator[Session]:
-    """Starts Ray with one CPU slot set per rank and yields the session; leaves nothing behind on any way out."""
+def local_ray(cluster: ClusterConfig, *, num_ranks: int, num_gpus: int) -> Iterator[Placement]:
+    """Starts Ray with one CPU slot set per rank and yields where they meet; leaves nothing behind on any way out."""
     try:
         session = open_session(cluster.ray_temp_root)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     reaper = Reaper(session)
     os.environ[TOKEN_VARIABLE] = session.token  # inherited by Ray's daemons and, through them, by the ranks
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"  # vLLM's peer-to-peer check needs to see its peers
+    os.environ.update(RAY_ENVIRONMENT)
     try:
         with blocked(STOP_SIGNALS):
             ray.init(
@@ -39,8 +40,14 @@ def local_ray(cluster: ClusterConfig, *, num_ranks: int, num_gpus: int) -> Itera
                 _temp_dir=str(session.directory),
                 _node_ip_address="127.0.0.1",
             )
-        yield session
+        yield Placement(("127.0.0.1", _free_port()), num_ranks)
     finally:
         ray.shutdown()
         os.environ.pop(TOKEN_VARIABLE, None)
         reaper.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

@@ -31,7 +31,7 @@ from rlhpc.cluster.network import Interface, choose, towards_peers
 from rlhpc.cluster.placement import node_resource
 from rlhpc.cluster.ports import PortBlock, claim_block
 from rlhpc.cluster.session import TOKEN_VARIABLE, Session
-from rlhpc.cluster.slurm import SlurmEnv
+from rlhpc.cluster.slurm_env import SlurmEnv
 from rlhpc.errors import ConfigError
 
 RAY_ENVIRONMENT = {

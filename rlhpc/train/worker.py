@@ -19,13 +19,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.cluster.attempt import Attempt
+from rlhpc.cluster.session import TOKEN_VARIABLE, ident_of
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import RankLostError, RlhpcError, TrainingError
 
 if TYPE_CHECKING:  # a worker sets its environment before torch is first imported
     import torch
 
-    from rlhpc.cluster.session import Session
+    from rlhpc.cluster.placement import Placement
     from rlhpc.data.types import Completion, PackedBatch
     from rlhpc.train.protocols import LossSpec, SamplingSpec
 
@@ -43,11 +44,10 @@ class RankWorker:
         world_size: int,
         device: str,
         master: tuple[str, int],
-        ident: str,
         log: str,
     ) -> None:
         self.cfg, self.rank, self.world_size = cfg, rank, world_size
-        self._device, self._master, self._ident, self._log = device, master, ident, Path(log)
+        self._device, self._master, self._log = device, master, Path(log)
 
     def start(self) -> None:
         """Joins the world and builds engine and trainer. Not done in the constructor, whose errors Ray reports as the
@@ -74,7 +74,8 @@ class RankWorker:
         from rlhpc.train.builder import build_engine, build_trainer
 
         hf_config = json.loads(Path(cfg.actor_rollout_ref.model.path, "config.json").read_text())
-        self.engine = build_engine(cfg, hf_config, self._device, self.rank, self.world_size, self._ident)
+        ident = ident_of(os.environ[TOKEN_VARIABLE])  # of the session on this rank's node
+        self.engine = build_engine(cfg, hf_config, self._device, self.rank, self.world_size, ident)
         self.engine.sleep()
         self.trainer = build_trainer(cfg, hf_config, self._device)
         self._publishes = 0
@@ -205,7 +206,7 @@ def _redirect_output(log: Path) -> None:
 class RayRanks:
     """All ranks as Ray actors. A call goes to every rank; the first failure ends the run with that rank's error."""
 
-    def __init__(self, cfg: RunConfig, device: str, session: Session, log_dir: Path) -> None:
+    def __init__(self, cfg: RunConfig, device: str, placement: Placement, log_dir: Path) -> None:
         import ray
 
         self.world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
@@ -213,10 +214,9 @@ class RayRanks:
         self._answering = True
         actor = ray.remote(RankWorker)
         options = {"num_cpus": cfg.cluster.cpus_per_rank, "num_gpus": 1 if device == "cuda" else 0}
-        master = ("127.0.0.1", _free_port())
         self._actors = [
-            actor.options(**options).remote(  # type: ignore[attr-defined]
-                cfg, rank, self.world_size, device, master, session.ident, str(self._logs[rank])
+            actor.options(**options, resources=placement.resources(rank)).remote(  # type: ignore[attr-defined]
+                cfg, rank, self.world_size, device, placement.master, str(self._logs[rank])
             )
             for rank in range(self.world_size)
         ]
@@ -316,9 +316,3 @@ def _reason(error: Exception) -> str:
         )
     sentences = " ".join(line.strip() for line in str(error).splitlines() if not line.startswith("\t"))
     return sentences.partition(" Some common causes")[0]
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -12,8 +12,9 @@ import pytest
 from rlhpc.cluster.session import Session, clean, open_session, processes
 
 DRIVER = """
-import sys, time, ray
+import os, sys, time, ray
 from rlhpc.cluster.ray_local import local_ray
+from rlhpc.cluster.session import ident_of
 from rlhpc.config.schema import ClusterConfig
 
 @ray.remote(num_cpus=1)
@@ -22,13 +23,15 @@ class Rank:
         open(f"/dev/shm/{ident}-segment", "w").write("x")
         time.sleep(1000)
 
-with local_ray(ClusterConfig(ray_temp_root=sys.argv[1]), num_ranks=2, num_gpus=0) as session:
+with local_ray(ClusterConfig(ray_temp_root=sys.argv[1]), num_ranks=2, num_gpus=0):
+    token = os.environ["RLHPC_SESSION"]
+    ident = ident_of(token)
     ranks = [Rank.remote() for _ in range(2)]
     ray.get([rank.__ray_ready__.remote() for rank in ranks])
-    ranks[0].hold.remote(session.ident)
-    while not list(__import__("pathlib").Path("/dev/shm").glob(f"{session.ident}*")):
+    ranks[0].hold.remote(ident)
+    while not list(__import__("pathlib").Path("/dev/shm").glob(f"{ident}*")):
         time.sleep(0.1)
-    print("READY", session.token, flush=True)
+    print("READY", token, flush=True)
     if sys.argv[2] == "wait":
         time.sleep(1000)
     if sys.argv[2] == "raise":
