@@ -214,8 +214,8 @@ up_database() {
         [[ -d $dir/db/mysql ]] || mariadb-install-db --no-defaults --datadir="$dir/db" --user="$user" --skip-test-db \
             --auth-root-authentication-method=normal >"$dir/log/mariadb-install.log" 2>&1 ||
             { tail "$dir/log/mariadb-install.log" >&2; refuse "mariadb-install-db failed"; }
-        start setsid mariadbd --no-defaults --datadir="$dir/db" --socket="$dir/db/sock" --pid-file="$dir/db/pid" --skip-networking \
-            --user="$user" --log-error="$dir/log/mariadb.log" --innodb-buffer-pool-size=64M --innodb-flush-log-at-trx-commit=0 &
+        start setsid --fork mariadbd --no-defaults --datadir="$dir/db" --socket="$dir/db/sock" --pid-file="$dir/db/pid" --skip-networking \
+            --user="$user" --log-error="$dir/log/mariadb.log" --innodb-buffer-pool-size=64M --innodb-flush-log-at-trx-commit=0
     fi
     await 30 "MariaDB did not start" mariadb.log mariadb-admin --no-defaults --socket="$dir/db/sock" --user=root ping
     running slurmdbd || start slurmdbd
