@@ -42,7 +42,7 @@ def submit_run(cfg: RunConfig) -> int:
     print(f"  rlhpc cancel {shown}      end it for good", flush=True)
     if not cfg.launch.wait:
         return 0
-    from rlhpc.cluster.wait import wait
+    from rlhpc.cli.wait import wait
 
     return wait({made.job_id: Path(cfg.run_dir)})
 

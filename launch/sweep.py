@@ -56,7 +56,7 @@ def submit_sweep(points: Sequence[Point]) -> int:
     print(f"\nrlhpc status {shown_path(sweep_dir)}    rlhpc cancel {shown_path(sweep_dir)}", flush=True)
     if not first.launch.wait:
         return 0
-    from rlhpc.cluster.wait import wait
+    from rlhpc.cli.wait import wait
 
     return wait({done.job_id: Path(run_dir) for run_dir, done in made.items()})
 
