@@ -156,6 +156,7 @@ def _nodes(cfg: RunConfig, cluster: Cluster, name: str, partition: Fields, cpus:
     for key, verdict in (("MaxNodes", lambda limit: nodes > limit), ("MinNodes", lambda limit: nodes < limit)):
         if (limit := _number(partition.get(key))) is not None and verdict(limit):
             yield f"trainer.nnodes={nodes} is outside {key}={limit} of partition {name}; set {limit}"
+            return
     eligible, problems = _chosen(cfg, name, members)
     yield from problems
     if problems:
@@ -164,7 +165,7 @@ def _nodes(cfg: RunConfig, cluster: Cluster, name: str, partition: Fields, cpus:
         left = f" that nodelist, exclude and constraint leave of its {len(members)}" * (len(eligible) < len(members))
         yield (
             f"trainer.nnodes={nodes} exceeds the {len(eligible)} nodes of partition {name}{left}; set at most "
-            f"{len(eligible)}, or choose another partition{_larger(cluster, nodes)}"
+            f"{len(eligible)}, or choose another partition{_larger(cluster, nodes, name)}"
         )
         return
     for key, value, of_node, unit, most in _sizes(cfg, partition, cpus):
@@ -193,9 +194,9 @@ def _sizes(
         (
             f"cluster.memory_gib_per_node={memory}",
             memory or 0,
-            lambda node: (int(node.get("RealMemory", 0)) - int(node.get("MemSpecLimit", 0))) / 1024,
+            lambda node: _gib(int(node.get("RealMemory", 0)) - int(node.get("MemSpecLimit", 0))),
             " GiB",
-            None if most_memory is None else most_memory / 1024,
+            None if most_memory is None else _gib(most_memory),
         ),
         (
             f"trainer.n_gpus_per_node={ranks} with trainer.device=cuda",
@@ -282,8 +283,9 @@ def gpus(gres: str) -> int:
     return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^,:(]+)?:(\d+)", gres))
 
 
-def _larger(cluster: Cluster, nodes: int) -> str:
-    fit = [name for name, fields in cluster.partitions.items() if len(cluster.members(fields)) >= nodes]
+def _larger(cluster: Cluster, nodes: int, besides: str) -> str:
+    others = {name: len(cluster.members(fields)) for name, fields in cluster.partitions.items() if name != besides}
+    fit = [name for name, size in others.items() if size >= nodes]
     return f" ({', '.join(sorted(fit))} would do)" if fit else ""
 
 
@@ -295,6 +297,11 @@ def _states(node: Fields) -> set[str]:
 def _listed(value: str | None) -> set[str]:
     """A list as Slurm prints it; nothing for ALL, (null) and the like."""
     return set() if value in (None, "", "ALL", "(null)", "N/A", "none") else set(re.split(r"[,&|]", value))
+
+
+def _gib(mib: int) -> float:
+    """In tenths, rounded down, so that what is advised fits."""
+    return mib * 10 // 1024 / 10
 
 
 def _number(value: str | None) -> int | None:
