@@ -6,13 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rlhpc.cli import jobs as slurm_jobs
 from rlhpc.cli.logs import UNDER_WAY
-from rlhpc.cli.runs import JOB_ID, Run
+from rlhpc.cli.runs import Run
 from rlhpc.cli.status import judge, look
 from rlhpc.cluster import slurm
 from rlhpc.cluster.attempt import publish_text
+from rlhpc.errors import SlurmError
 
 PATIENCE_S = 15.0  # a run that commits a checkpoint takes its time
 POLL_S = 1.0
@@ -34,9 +36,11 @@ def cancel(argument: str, *, now: bool = False) -> None:
     for run in under_way:
         if run.job_id:
             publish_text(run.directory / "STOP", f"rlhpc cancel, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    for job_id in _jobs(argument, runs, under_way):
-        if now:
-            slurm.cancel(job_id, signal="KILL")  # the steps; without them the batch process soon ends too
+    if now:
+        for run in (run for run in under_way if run.job_id):
+            with suppress(SlurmError):  # it may not have a step yet
+                slurm.cancel(f"{run.job_id}.0", signal="KILL")  # to a job, Slurm would send SIGTERM first
+    for job_id in _jobs(argument, under_way):
         slurm.cancel(job_id)
     for run in under_way:
         if not run.job_id and run.driver_alive:
@@ -44,12 +48,10 @@ def cancel(argument: str, *, now: bool = False) -> None:
     _await_end(under_way)
 
 
-def _jobs(argument: str, runs: Sequence[Run], under_way: Sequence[Run]) -> list[str]:
-    """What to tell scancel: an array as a whole where it is named and all of its runs are meant."""
-    jobs = [run.job_id for run in under_way if run.job_id]
-    if JOB_ID.fullmatch(argument) and "_" not in argument and any(job.startswith(argument + "_") for job in jobs):
-        return [argument]
-    return jobs
+def _jobs(argument: str, runs: Sequence[Run]) -> list[str]:
+    """What to tell scancel: an array as a whole where that is named."""
+    jobs = [run.job_id for run in runs if run.job_id]
+    return [argument] if any(job.startswith(f"{argument}_") for job in jobs) else jobs
 
 
 def _await_end(runs: Sequence[Run]) -> None:

@@ -82,14 +82,14 @@ def workplace(slurm: Cluster, tmp_path: Path) -> Workplace:
 
 
 def test_followed_over_a_requeue_to_the_end(workplace: Workplace) -> None:
-    run, job = workplace.submit("requeued", num_steps=40)
+    run, job = workplace.submit("requeued", num_steps=30)
     follower = workplace.following(run, workplace.directory / "followed.txt")
     workplace.wait_for_step(run, 6)
     status = workplace.status(run)
     assert (status["state"], status["attempt"], status["phase"]) == ("running", 1, "generate")
     assert status["nodes"] == workplace.slurm.expand(workplace.slurm.show(job)["NodeList"])
-    assert status["total_steps"] == 40 and 5 <= status["step"] <= 40
-    assert status["eta_s"] == pytest.approx(0.3 * (40 - status["step"]))
+    assert status["total_steps"] == 30 and 5 <= status["step"] <= 30
+    assert status["eta_s"] == pytest.approx(0.3 * (30 - status["step"]))
 
     workplace.slurm.run("scontrol", "requeue", job)
     fields = workplace.slurm.wait_until(job, lambda f: f.get("Reason") == "BeginTime", "requeued")
@@ -110,15 +110,15 @@ def test_followed_over_a_requeue_to_the_end(workplace: Workplace) -> None:
         f"== rlhpc attempt {job}-1 on",
         f"0: going on after step {first['last_step']}\n",
         f"0: step {first['last_step'] + 1}\n",
-        "0: step 40\n",
+        "0: step 30\n",
     ]
     assert [mark for mark in marks if mark not in followed] == []
     assert sorted(marks, key=followed.index) == marks
     assert followed.endswith("== finished\n")
-    assert followed.count("step 40\n") == 1
+    assert followed.count("step 30\n") == 1
 
     status = workplace.status(run)
-    assert (status["state"], status["step"], status["attempt"]) == ("finished", 40, 2)
+    assert (status["state"], status["step"], status["attempt"]) == ("finished", 30, 2)
     assert status["next"] == f"rlhpc report {run}"
     text = workplace.rlhpc("status", str(run))
     assert "stopped by scontrol requeue; SIGTERM at" in text and "; in generate; steps 0 to" in text
