@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlhpc.cluster import ledger, slurm
@@ -39,7 +40,7 @@ from rlhpc.cluster.attempt import (
     past_attempts,
     read_json,
 )
-from rlhpc.cluster.node import ABSORBED, ANSWER_S, TICK_S, Relay, hear, hearing
+from rlhpc.cluster.node import ABSORBED, ANSWER_S, TICK_S, Relay, hear, hearing, parse
 from rlhpc.cluster.slurm import JobRecord, SlurmEnv
 from rlhpc.errors import ConfigError, RlhpcError, SlurmError
 
@@ -95,6 +96,7 @@ class Batch:
         settings = read_json(attempt.run_dir / "cluster.json") or {}
         self._max_without_progress = int(settings.get("max_attempts_without_progress", 2))
         self._stop_lead_s = float(settings.get("stop_lead_s", 0))
+        self._temp_root = settings.get("temp_root", "/tmp")
         self._kill_wait_s = slurm.DEFAULT_KILL_WAIT_S
         self._requeued = False
 
@@ -105,7 +107,8 @@ class Batch:
             return self._conclude(self.attempt.end(Ending("lost", EXIT_FAILED, "not started")), stuck)
         with suppress(SlurmError):
             self._kill_wait_s = slurm.kill_wait_s(timeout_s=ANSWER_S)
-        command = [*step(self.env), "--unbuffered", "--label", sys.executable, "-m", "rlhpc.cluster.node"]
+        # Not --unbuffered: it gives the tasks a terminal, on which the driver draws. PYTHONUNBUFFERED does as well.
+        command = [*step(self.env), "--label", sys.executable, "-m", "rlhpc.cluster.node"]
         command += [str(self.attempt.run_dir), *(["--", *self.program] if self.program else [])]
         srun = subprocess.Popen(
             command,
@@ -116,12 +119,15 @@ class Batch:
             start_new_session=True,  # Ctrl-C in an salloc shell is for this script; srun would kill the tasks
         )
         assert srun.stderr
-        relay = Relay(srun.stderr)
+        relay = Relay(srun.stderr, "srun: error: ")
         self._wait(srun)
         ending = self.attempt.ending()
         if srun.poll():  # a supervisor died, and srun ended the others
             self._sweep()
-            ending = ending or self.attempt.end(Ending("lost", EXIT_FAILED, relay.reason()))
+            ending = ending or self.attempt.end(lost(relay.reason()))
+        notice = self.attempt.stop_notice()
+        if notice and notice.cause == "requeued" and any("DUE TO PREEMPTION" in line for line in relay.last):
+            self.attempt.write("stop", asdict(replace(notice, cause="preempted")))  # scontrol tells it of grace alone
         return self._conclude(ending)
 
     def _begin(self) -> None:
@@ -230,10 +236,16 @@ class Batch:
 
     def _sweep(self) -> None:
         """Removes what killed supervisors left on the nodes; where Slurm starts no further step, on this one only."""
-        sweep = [sys.executable, "-m", "rlhpc.cluster.session", "sweep"]
+        sweep = [sys.executable, "-m", "rlhpc.cluster.session", "sweep", f"--temp-root={self._temp_root}"]
         for command in (sweep, [*step(self.env), *sweep]):
             with suppress(subprocess.TimeoutExpired):
                 subprocess.run(command, stdin=subprocess.DEVNULL, timeout=SWEEP_S, preexec_fn=hearing, check=False)
+
+
+def lost(reason: str | None) -> Ending:
+    """The nodes ended without a word, of which srun says: n2: task 1: Killed."""
+    node = re.match(r"(?:Node failure on )?([\w.-]+)", reason or "")
+    return Ending("lost", EXIT_FAILED, reason, node[1] if node else None)
 
 
 def step(env: SlurmEnv) -> list[str]:
@@ -263,14 +275,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m rlhpc.cluster.batch", description="Runs one attempt of a job.")
     parser.add_argument("run_dir", type=Path, nargs="?", help="a run directory with config.yaml and cluster.json")
     parser.add_argument("--array-list", type=Path, help="a file of run directories, one for each task of the array")
-    parser.add_argument("program", nargs="*", help="after --: runs in place of Ray and the trainer")
-    arguments = parser.parse_args()
+    arguments, program = parse(parser)
     try:
         env = SlurmEnv.from_environ(os.environ)
         run_dir = run_dir_of(arguments.array_list, env) if arguments.array_list else arguments.run_dir
         if run_dir is None:
             parser.error("a run directory or --array-list is needed")
-        return Batch(Attempt(run_dir.absolute(), env.job_id, env.restart), env, arguments.program).run()
+        return Batch(Attempt(run_dir.absolute(), env.job_id, env.restart), env, program).run()
     except RlhpcError as error:
         say(f"error: {error}")
         return EXIT_USAGE

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from rlhpc.cluster.attempt import (
     StopNotice,
     read_json,
 )
+from rlhpc.cluster.link import Link, Links
 from rlhpc.cluster.ray_node import RayNode, RaySpec
 from rlhpc.cluster.session import TOKEN_VARIABLE, Reaper, open_session
 from rlhpc.errors import RlhpcError, SlurmError
@@ -57,11 +59,13 @@ def hearing() -> None:
 
 
 class Relay:
-    """Passes on what a child writes to standard error, and keeps the first and the last lines."""
+    """Passes on what a child writes to standard error, and keeps its errors and its last lines."""
 
-    def __init__(self, source: IO[bytes]) -> None:
-        self.first: list[str] = []
-        self.last: deque[str] = deque(maxlen=50)
+    def __init__(self, source: IO[bytes], error: str) -> None:
+        """`error` begins a line that tells of one."""
+        self._begin = error
+        self.errors: list[str] = []
+        self.last: deque[str] = deque(maxlen=200)
         self._thread = threading.Thread(target=self._copy, args=(source,), daemon=True)
         self._thread.start()
 
@@ -70,25 +74,31 @@ class Relay:
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
             text = line.decode(errors="replace").rstrip()
-            if text.startswith("error: ") and len(self.first) < 50:
-                self.first.append(text.removeprefix("error: "))
+            if text.startswith(self._begin) and len(self.errors) < 50:
+                self.errors.append(text.removeprefix(self._begin))
             self.last.append(text)
 
     def reason(self) -> str | None:
-        """The first line that says error, else the last line: a traceback ends with what was raised."""
+        """The first error, else the last line: a traceback ends with what was raised."""
         self._thread.join(timeout=1)  # the child has ended, but processes of its own may hold the pipe
-        return next(iter(self.first), None) or next((line for line in reversed(self.last) if line), None)
+        return next(iter(self.errors), None) or next((line for line in reversed(self.last) if line), None)
 
 
 class Supervisor:
-    """The loop of one node. `driver` and its relay are node 0's, `ray` is None where a program takes Ray's place."""
+    """The loop of one node. `driver` is node 0's, `ray` is None where a program takes Ray's place."""
 
     def __init__(
-        self, attempt: Attempt, env: slurm.SlurmEnv, ray: RayNode | None, driver: subprocess.Popen[bytes] | None
+        self,
+        attempt: Attempt,
+        env: slurm.SlurmEnv,
+        ray: RayNode | None,
+        link: Links | Link,
+        driver: subprocess.Popen[bytes] | None,
     ) -> None:
-        self.attempt, self.env, self.ray, self.driver = attempt, env, ray, driver
-        self._relay = Relay(driver.stderr) if driver and driver.stderr else None
-        self._stop_lead_s = float((read_json(attempt.run_dir / "cluster.json") or {}).get("stop_lead_s", 0))
+        self.attempt, self.env, self.ray, self.link, self.driver = attempt, env, ray, link, driver
+        self._relay = Relay(driver.stderr, "error: ") if driver and driver.stderr else None
+        self._settings = read_json(attempt.run_dir / "cluster.json") or {}
+        self._stop_lead_s = float(self._settings.get("stop_lead_s", 0))
         self._told: StopNotice | None = None
         self._kill_wait_s = slurm.DEFAULT_KILL_WAIT_S
         self._ask_at = self._look_at = 0.0
@@ -104,6 +114,8 @@ class Supervisor:
                 return self.attempt.end(self._ending(code))
             if self.ray and (problem := self.ray.poll()):
                 return self.attempt.end(Ending("lost", EXIT_FAILED, problem, self.env.node_name))
+            if gone := self.link.broken():
+                return self.attempt.end(Ending("lost", EXIT_FAILED, f"node {gone} is gone", gone))
             if time.monotonic() >= self._look_at:
                 self._look_at = time.monotonic() + SHARED_EVERY_S
                 if ending := self.attempt.ending():
@@ -182,12 +194,21 @@ class Supervisor:
             hint = "; was the node's memory full?" if name == "SIGKILL" else ""
             return Ending("lost", EXIT_FAILED, f"the driver was killed by {name}{hint}", self.env.node_name)
         outcome = "lost" if own.get("outcome") == "lost" else "failed"
-        return Ending(outcome, code, reason or f"the driver ended with exit code {code}", self.env.node_name)
+        reason = reason or f"the driver ended with exit code {code}"
+        return Ending(outcome, code, reason, self._node_of(reason))
+
+    def _node_of(self, reason: str) -> str | None:
+        """Where a failure was: on the node of the rank that it begins with, else here."""
+        ranks_per_node = int(self._settings.get("ranks_per_node", 0))
+        if ranks_per_node and (rank := re.match(r"rank (\d+) ", reason)):
+            nodes = self.env.nodes
+            return nodes[min(int(rank[1]) // ranks_per_node, len(nodes) - 1)]
+        return self.env.node_name
 
 
 def say(text: str) -> None:
     """To the job's log, where srun puts the node's number before it."""
-    print(f"supervisor: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"supervisor: {text}\n")  # in one piece, which print() isn't
 
 
 def supervise(attempt: Attempt, env: slurm.SlurmEnv, program: list[str]) -> Ending:
@@ -196,16 +217,18 @@ def supervise(attempt: Attempt, env: slurm.SlurmEnv, program: list[str]) -> Endi
     session = open_session(spec.temp_root if spec else "/tmp")
     reaper = Reaper(session)
     ray: RayNode | None = None
+    link: Links | Link | None = None
     driver: subprocess.Popen[bytes] | None = None
     ending: Ending | None = None
     try:
         if spec:
             ray = (RayNode.join if env.node_id else RayNode.start_head)(attempt, env, session, spec)
+        link = Link(attempt, env) if env.node_id else Links(attempt, env, spec.network_interface if spec else None)
         if env.node_id == 0:
             command = program or [sys.executable, "-u", "-m", "rlhpc.train.run", str(attempt.run_dir)]
             environ = ray.environment if ray else {**os.environ, TOKEN_VARIABLE: session.token}
             driver = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, preexec_fn=hearing)
-        ending = Supervisor(attempt, env, ray, driver).run()
+        ending = Supervisor(attempt, env, ray, link, driver).run()
         return ending
     finally:
         if driver:
@@ -213,7 +236,17 @@ def supervise(attempt: Attempt, env: slurm.SlurmEnv, program: list[str]) -> Endi
             driver.wait()
         if ray:
             ray.stop(keep_logs=ending is None or ending.outcome in ("failed", "lost"))
+        if link:
+            link.close()
         reaper.close()
+
+
+def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """The command line up to -- and the program after it."""
+    words = sys.argv[1:]
+    cut = words.index("--") if "--" in words else len(words)
+    parser.epilog = "-- PROGRAM ...: runs that in place of Ray and the trainer"
+    return parser.parse_args(words[:cut]), words[cut + 1 :]
 
 
 def main() -> int:
@@ -222,12 +255,11 @@ def main() -> int:
         prog="python -m rlhpc.cluster.node", description="Supervises one node of an attempt."
     )
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("program", nargs="*", help="after --: runs in place of Ray and the driver")
-    arguments = parser.parse_args()
+    arguments, program = parse(parser)
     env = slurm.SlurmEnv.from_environ(os.environ)
     attempt = Attempt.current(os.environ) or Attempt(arguments.run_dir.absolute(), env.job_id, env.restart)
     try:
-        ending = supervise(attempt, env, arguments.program)
+        ending = supervise(attempt, env, program)
     except (RlhpcError, ValueError) as error:
         ending = attempt.end(Ending("failed", EXIT_USAGE, str(error), env.node_name))
     if ending.node == env.node_name and ending.reason:

@@ -154,6 +154,8 @@ def classify(
         return notice("preempted" if record.preempt_time is not None else "requeued", killed_at)
     if record.reason == "TimeLimit" or "TIMEOUT" in record.states:
         return notice("time_limit", killed_at)
+    if record.fields.get("ExitCode", "0:0") != "0:0":
+        return notice("signal", killed_at)  # the batch script died, and Slurm ends the rest
     return notice("cancelled", killed_at)
 
 

@@ -1,4 +1,4 @@
-"""What a process learns from the variables that Slurm gives it, and an environment without them. Standard library only."""
+"""What a process learns from Slurm's variables, and an environment without them. Standard library only."""
 
 from __future__ import annotations
 
