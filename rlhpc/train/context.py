@@ -59,6 +59,11 @@ class Run:
         """Times the phases of a step, and says in progress.json which one it is."""
         return PhaseTimer(lambda name: self.progress.enter(step, PHASES[name]))
 
+    def part(self, step: int, phase: str, fraction: float) -> None:
+        """So much of a phase is done, 0 to 1."""
+        self.reporter.progress(step, phase, fraction)
+        self.progress.part(fraction)
+
     def save_due(self, step: int) -> bool:
         """Every save_freq steps, and at the end."""
         freq = self.cfg.trainer.save_freq
@@ -76,7 +81,7 @@ class Run:
 
         def between_chunks(fraction: float) -> None:
             self.stop.check()
-            self.reporter.progress(state.step, "testing", fraction)
+            self.part(state.step, "testing", fraction)
 
         metrics, samples = self.validation.evaluate(self.ranks, state.step, between_chunks)
         self.reporter.generations(state.step, samples)
@@ -101,7 +106,7 @@ class Run:
 
         def between_chunks(fraction: float) -> None:
             self.stop.check()
-            self.reporter.progress(step, "gen", fraction)
+            self.part(step, "gen", fraction)
 
         return self.ranks.generate(
             prompts,
@@ -151,6 +156,7 @@ class Run:
         self.stop.check()
         slowest_s = 0.0
         for done, mini_batch in enumerate(mini_batches):
+            self.part(step, "update_actor", done / len(mini_batches))
             if done and self.stop.requested():
                 self.progress.stopping()
                 needed_s = slowest_s * (len(mini_batches) - done) + self.progress.save_s

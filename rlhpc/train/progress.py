@@ -1,13 +1,13 @@
 """progress.json: what the driver of a run does now, for `rlhpc status` and for the supervisor of its attempt.
 
-    {attempt, pid, host, phase, step, total_steps, since, started,
+    {attempt, pid, host, phase, fraction, step, total_steps, since, started,
      milestones: {ray_ready, ranks_ready, restored, first_publish, first_rollout},
      checkpoint: {step, at, save_s}, stop: {phase, at, seen_after_s} (once a stop was seen), outcome, reason}
 
-Times are seconds since the epoch. A milestone is when the first phase of its kind was done: `first_rollout` says when
-the first step's completions were there. `checkpoint` is the newest save of the run and outlives its attempt. `outcome`
-is running, finished, stopped, failed or lost (a rank or a node died, so that another attempt may get further); `reason`
-is the first line of what went wrong. Standard library only.
+Times are seconds since the epoch. `fraction` is how much of the phase is done, where it has parts. A milestone is when
+the first phase of its kind was done: `first_rollout` says when the first step's completions were there. `checkpoint` is
+the newest save of the run and outlives its attempt. `outcome` is running, finished, stopped, failed or lost (a rank or
+a node died: another attempt may get further); `reason` is the first line of what went wrong. Standard library only.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Progress:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "phase": "start",
+            "fraction": 0.0,
             "step": 0,
             "total_steps": None,
             "since": now,
@@ -83,9 +84,15 @@ class Progress:
         ended, now = self._state["phase"], time.time()
         if ended in _MILESTONES and "stop" not in self._state:
             self._state["milestones"].setdefault(_MILESTONES[ended], now)
-        self._state |= {"phase": phase, "step": step, "since": now}
+        self._state |= {"phase": phase, "fraction": 0.0, "step": step, "since": now}
         self._history.append((now, phase))
         self._write()
+
+    def part(self, fraction: float) -> None:
+        """So much of the phase is done, 0 to 1."""
+        if 0 < fraction < 1:
+            self._state["fraction"] = round(fraction, 4)
+            self._write()
 
     def milestone(self, name: str) -> None:
         self._state["milestones"].setdefault(name, time.time())

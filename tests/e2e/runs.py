@@ -32,8 +32,12 @@ def write_task(directory: Path) -> Path:
         ]
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "reward.py").write_text(
+        "import time\n"
+        "from pathlib import Path\n\n"
         "def digits(text, ground_truth):\n"
-        '    """The share of characters that are digits: a random model gets some of it."""\n'
+        '    """The share of characters that are digits: a random model gets some. Hangs while told to."""\n'
+        "    while Path(__file__).with_name('hang').exists():\n"
+        "        time.sleep(0.1)\n"
         "    return sum(c.isdigit() for c in text) / max(len(text), 1)\n"
     )
     return directory

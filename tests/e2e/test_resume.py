@@ -8,8 +8,6 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.runs import (
     assert_same_end,
     command,
@@ -21,21 +19,7 @@ from tests.e2e.runs import (
     run_to_end,
     start,
     wait_for,
-    write_task,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
-def reference(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of six steps."""
-    folder = tmp_path_factory.mktemp("reference")
-    run_to_end(command(task, folder / "run"), folder / "log")
-    return folder / "run"
 
 
 def test_the_uninterrupted_run_trains(reference: Path) -> None:

@@ -1,0 +1,86 @@
+"""A stop in every phase of the real driver: what it commits, and that the run ends bitwise where an uninterrupted one
+ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.cluster.attempt import read_json
+from tests.e2e.runs import assert_same_end, command, finish, leftovers, run_to_end, start
+
+
+def in_phase(
+    phase: str, run_dir: Path, process: subprocess.Popen[bytes], log: Path, act: Callable[[int], None]
+) -> dict[str, Any]:
+    """Waits until the driver is in `phase`, with a part of it done where it has parts, and calls `act(its pid)` while
+    it is held still there. Returns its progress at that moment."""
+
+    def progress() -> dict[str, Any] | None:
+        found = read_json(run_dir / "progress.json")
+        parts = phase in ("generate", "validate", "update")
+        there = found and found["phase"] == phase and (found["fraction"] > 0 or not parts)
+        return found if there and found["outcome"] == "running" else None
+
+    deadline = time.monotonic() + 240
+    while True:
+        assert process.poll() is None, f"ended before {phase}, with {process.returncode}:\n{log.read_text()[-3000:]}"
+        assert time.monotonic() < deadline, f"not in {phase} within 240 s:\n{log.read_text()[-3000:]}"
+        if found := progress():
+            os.kill(found["pid"], signal.SIGSTOP)
+            try:
+                if now := progress():
+                    act(now["pid"])
+                    return now
+            finally:
+                os.kill(found["pid"], signal.SIGCONT)
+        time.sleep(0.001)
+
+
+def terminate(pid: int) -> None:
+    """As `timeout` and Slurm do: every process of the group gets it."""
+    os.killpg(os.getpgid(pid), signal.SIGTERM)
+
+
+def committed(run_dir: Path) -> int:
+    return max(CheckpointStore(run_dir / "checkpoints").steps(), default=-1)
+
+
+def test_stopped_in_every_phase(task: Path, reference: Path, tmp_path: Path) -> None:
+    """One attempt after the other, each stopped in another phase."""
+    log, run_dir, hang = tmp_path / "log", tmp_path / "run", task / "hang"
+    arguments = command(task, run_dir, "data.val_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    arguments += ["reward.timeout_s=3600"]
+    for phase in ("validate", "start", "generate", "score", "restore", "logprobs", "update", "save", "publish"):
+        newest = committed(run_dir)
+        process = start(arguments, log)
+        if phase == "score":
+            in_phase("generate", run_dir, process, log, lambda pid: hang.touch())  # no reward answers from now on
+        seen = in_phase(phase, run_dir, process, log, terminate)
+        assert finish(process, log) == 75, log.read_text()[-3000:]
+        hang.unlink(missing_ok=True)
+        progress = read_json(run_dir / "progress.json")
+        assert progress and progress["outcome"] == "stopped" and progress["stop"]["phase"] == phase
+        step = seen["step"]
+        expected = {
+            "start": newest,
+            "restore": newest,
+            "publish": step,
+            "validate": step,
+            "save": step,
+            "generate": step - 1,
+            "score": step - 1,
+            "logprobs": step - 1,
+            "update": step,
+        }[phase]
+        assert committed(run_dir) == expected, (phase, step)
+        assert leftovers() == []
+    run_to_end(arguments, log)
+    assert_same_end(run_dir, reference)
+    assert f"resuming after step {expected}" in log.read_text()
