@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.checkpoint.store import CheckpointStore
-from rlhpc.cluster.stop import StopFlag, UpdateCut
+from rlhpc.cluster.stop import StopFlag
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.cursor import PromptCursor
 from rlhpc.data.dataset import PromptDataset
@@ -21,6 +20,7 @@ from rlhpc.data.types import Completion, Prompt, Trajectory
 from rlhpc.errors import TrainingError
 from rlhpc.metrics.reporter import Reporter
 from rlhpc.metrics.timer import PhaseTimer
+from rlhpc.train.deadline import in_time
 from rlhpc.train.persistence import TrainState, save_sequences
 from rlhpc.train.progress import PHASES, Progress
 from rlhpc.train.protocols import LossSpec, SamplingSpec
@@ -147,27 +147,14 @@ class Run:
         )
 
     def in_time(self, step: int, mini_batches: Sequence[list[TokenSequence]]) -> Iterator[list[TokenSequence]]:
-        """The mini-batches of an update, one after the other, unless a stop makes it pointless to go on.
-
-        Before the first one no weight has changed: StopRequested. After it the update is finished when what remains,
-        judged by the slowest mini-batch so far, and the save end before the deadline; else UpdateCut, and nothing of
-        the step is kept.
-        """
-        self.stop.check()
-        slowest_s = 0.0
-        for done, mini_batch in enumerate(mini_batches):
-            self.part(step, "update_actor", done / len(mini_batches))
-            if done and self.stop.requested():
-                self.progress.stopping()
-                needed_s = slowest_s * (len(mini_batches) - done) + self.progress.save_s
-                if not self.stop.leaves(needed_s):
-                    raise UpdateCut(
-                        f"{self.stop.reason} in the update of step {step}: its rest and a save take some "
-                        f"{needed_s:.0f} s, more than is left, so nothing of the step is kept"
-                    )
-            begin = time.monotonic()
-            yield mini_batch
-            slowest_s = max(slowest_s, time.monotonic() - begin)
+        """The mini-batches of an update. Raises StopRequested before the first one, and UpdateCut after it where the
+        update can't be finished before a deadline."""
+        return in_time(
+            mini_batches,
+            self.stop,
+            save_s=self.progress.save_s,
+            part=lambda fraction: self.part(step, "update_actor", fraction),
+        )
 
     def optimize(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
         """One optimizer step on a mini-batch; its global token and sequence counts normalise the loss."""

@@ -11,9 +11,7 @@ from pathlib import Path
 from tests.e2e.runs import (
     assert_same_end,
     command,
-    comparable,
     final_tensors,
-    finish,
     leftovers,
     rows,
     run_to_end,
@@ -58,39 +56,4 @@ def test_killed_between_and_within_steps(task: Path, reference: Path, tmp_path: 
 
     run_to_end(arguments, log)
     assert_same_end(run_dir, reference)
-    assert leftovers() == []
-
-
-def test_stopped_by_a_signal_resumes_where_it_was(task: Path, reference: Path, tmp_path: Path) -> None:
-    """SIGTERM commits the state at once, whatever save_freq says, and exits with 75. `timeout` and Slurm send it to
-    every process of a job: the ranks must outlive the driver's save."""
-    arguments, log, run_dir = (
-        command(task, tmp_path / "run", "trainer.save_freq=-1"),
-        tmp_path / "log",
-        tmp_path / "run",
-    )
-    process = start(arguments, log)
-    wait_for(lambda: len(rows(run_dir)) >= 3, process, log)
-    os.killpg(process.pid, signal.SIGTERM)
-    assert finish(process, log) == 75
-    assert "the same command goes on from here" in log.read_text()
-    stopped_after = rows(run_dir)[-1]["step"]
-    run_to_end(arguments, log)
-    assert f"resuming after step {stopped_after}" in log.read_text()
-    assert comparable(run_dir) == comparable(reference)
-    assert leftovers() == []
-
-
-def test_ctrl_c_in_a_terminal_commits_as_well(task: Path, tmp_path: Path) -> None:
-    """A terminal sends SIGINT to the whole process group: the ranks must outlive the driver's save."""
-    arguments, log, run_dir = (
-        command(task, tmp_path / "run", "trainer.save_freq=-1"),
-        tmp_path / "log",
-        tmp_path / "run",
-    )
-    process = start(arguments, log)
-    wait_for(lambda: len(rows(run_dir)) >= 2, process, log)
-    os.killpg(process.pid, signal.SIGINT)
-    assert finish(process, log) == 75
-    assert list((run_dir / "checkpoints").glob("step-*"))
     assert leftovers() == []

@@ -43,9 +43,17 @@ def in_phase(
         time.sleep(0.001)
 
 
-def terminate(pid: int) -> None:
-    """As `timeout` and Slurm do: every process of the group gets it."""
-    os.killpg(os.getpgid(pid), signal.SIGTERM)
+STOPS = {
+    "validate": signal.SIGTERM,
+    "start": signal.SIGUSR2,
+    "generate": signal.SIGTERM,
+    "score": signal.SIGUSR2,
+    "restore": signal.SIGTERM,
+    "logprobs": signal.SIGINT,
+    "update": signal.SIGUSR2,
+    "save": signal.SIGTERM,
+    "publish": signal.SIGINT,
+}
 
 
 def committed(run_dir: Path) -> int:
@@ -57,12 +65,13 @@ def test_stopped_in_every_phase(task: Path, reference: Path, tmp_path: Path) -> 
     log, run_dir, hang = tmp_path / "log", tmp_path / "run", task / "hang"
     arguments = command(task, run_dir, "data.val_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     arguments += ["reward.timeout_s=3600"]
-    for phase in ("validate", "start", "generate", "score", "restore", "logprobs", "update", "save", "publish"):
+    for phase, number in STOPS.items():
         newest = committed(run_dir)
         process = start(arguments, log)
         if phase == "score":
             in_phase("generate", run_dir, process, log, lambda pid: hang.touch())  # no reward answers from now on
-        seen = in_phase(phase, run_dir, process, log, terminate)
+        # To the whole group, as timeout, Slurm and a terminal's Ctrl-C do: the ranks have to outlive the save.
+        seen = in_phase(phase, run_dir, process, log, lambda pid, number=number: os.killpg(os.getpgid(pid), number))
         assert finish(process, log) == 75, log.read_text()[-3000:]
         hang.unlink(missing_ok=True)
         progress = read_json(run_dir / "progress.json")
