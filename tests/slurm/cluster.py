@@ -85,10 +85,10 @@ class Cluster:
 
     @contextmanager
     def dead_controller(self) -> Iterator[None]:
-        """No slurmctld at all; a new one goes on from the saved state."""
+        """No slurmctld at all; it saves its state before, and a new one goes on from there."""
         pid = self.controller()
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not Path(f"/proc/{pid}").exists(), 10, "slurmctld dies")
+        os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not alive(pid), 30, "slurmctld ends")
         try:
             yield
         finally:
@@ -163,7 +163,9 @@ class Cluster:
         """Cancels every job and waits until all nodes are idle, so that the next test has the whole cluster."""
         for partition in ("low", "grace", "high"):
             self.run("scancel", "--full", f"--partition={partition}", check=False)
-        self.run("scontrol", "update", f"nodename={self.prefix}[1-{self.nodes}]", "state=resume", check=False)
+        if self.run("sinfo", "-h", "-p", "low", "-t", "down,drain,fail,no_respond", "-o", "%N").strip():
+            self.run("scontrol", "update", f"nodename={self.prefix}[1-{self.nodes}]", "state=resume", check=False)
+            self.up()
         wait_until(lambda: not self.run("squeue", "-h").strip(), KILL_WAIT_S + 20, "the queue is empty")
 
     # --- what is left
@@ -180,6 +182,12 @@ def _read(path: Path) -> str:
         return path.read_text()
     except (FileNotFoundError, ProcessLookupError, OSError):
         return ""
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that is dead and not yet waited for doesn't."""
+    stat = _read(Path(f"/proc/{pid}/stat"))
+    return bool(stat) and stat.rsplit(")", 1)[1].split()[0] not in "ZX"
 
 
 def run(

@@ -35,5 +35,4 @@ def running_slurm() -> Iterator[Cluster]:
 def slurm(running_slurm: Cluster) -> Iterator[Cluster]:
     """The session's Slurm; what a test leaves running is cancelled."""
     yield running_slurm
-    running_slurm.up()
     running_slurm.free()
