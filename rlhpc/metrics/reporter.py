@@ -106,7 +106,9 @@ class Reporter:
             )
 
     def close_run(self, step: int, finished: bool) -> None:
-        """The last word: what was learnt, where the outputs are and what to do next."""
+        """The last word: what was learnt, where the outputs are and what to do next. Raises DiskFullError where
+        there is no room for the last metrics."""
+        self._file.flush()
         for line in self._summary(step, finished):
             self.say(line)
 

@@ -79,7 +79,9 @@ def save(run: Run, state: TrainState) -> None:
     pending = run.store.begin(state.step)
     try:
         entries = run.ranks.save(pending.directory)
-    except RlhpcError:
+    except RlhpcError as error:
+        if isinstance(error, DiskFullError):
+            run.ranks.settle()
         run.store.abandon(pending)
         run.store.require_ownership()  # where that was lost, it is why
         raise

@@ -112,6 +112,10 @@ class Ranks:
     def save(self, directory: Path) -> list[Any]:
         return [entry for entries in self._caller.call("save", directory=str(directory)) for entry in entries]
 
+    def settle(self) -> None:
+        """Waits until no rank is at anything: after one failed, others may still be writing."""
+        self._caller.call("describe")
+
     def load(self, manifest: Any, waiting: Callable[[], None]) -> None:
         self._caller.call("load", waiting=waiting, manifest=manifest)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -72,9 +73,28 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path: Path) -> None:
     assert file.path.read_text() == '{"step": 0}\n\0\0\0\n{"step": 2}\n'
 
 
-def test_a_full_disk_is_an_error_to_act_on() -> None:
+def test_a_full_disk_costs_no_line_and_is_an_error_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    file = MetricsFile(Path("/dev/full"))
+    file.append(1, {"x": 1.0})
+    assert "the metrics of step 1 wait in memory: can't write /dev/full: No space left on device" in caplog.text
     with pytest.raises(DiskFullError, match="/dev/full: No space left on device"):
-        MetricsFile(Path("/dev/full")).append(1, {"x": 1.0})
+        file.flush()
+
+
+def test_lines_that_found_no_room_come_with_the_next(tmp_path: Path) -> None:
+    """A limit on the file's size ends a write in its middle, as a quota does."""
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append(0, {"x": 0.0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.path.stat().st_size + 10, limits[1]))
+    try:
+        file.append(1, {"x": 1.0})
+        file.append(2, {"x": 2.0})
+        assert file.path.read_text() == '{"step": 0, "x": 0.0}\n'
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.append(3, {"x": 3.0})
+    assert [row["step"] for row in file.read()] == [0, 1, 2, 3]
 
 
 WRITER = """
