@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,7 +47,9 @@ from rlhpc.errors import ConfigError, RlhpcError, SlurmError
 
 RELAY_AFTER_S = 1.0  # then a signal that node 0 has not answered reached this script alone
 LAST_CALL_S = 1.5  # before Slurm kills this script: what has to be written, is
-SWEEP_S = 30.0
+LEAVE_S = {"lost": 15.0}  # after end.json the nodes clean up and leave; one that is dead, srun would miss for minutes
+LEAVE_OTHERWISE_S = 60.0
+SWEEP_S = 20.0
 REQUEUE_EVERY_S = 2.0
 REQUEUE_PATIENCE_S = 600.0  # how long a controller that does not answer is asked again
 
@@ -108,7 +111,7 @@ class Batch:
         with suppress(SlurmError):
             self._kill_wait_s = slurm.kill_wait_s(timeout_s=ANSWER_S)
         # Not --unbuffered: it gives the tasks a terminal, on which the driver draws. PYTHONUNBUFFERED does as well.
-        command = [*step(self.env), "--label", sys.executable, "-m", "rlhpc.cluster.node"]
+        command = [*step(self.env, self.env.nodes), "--label", sys.executable, "-m", "rlhpc.cluster.node"]
         command += [str(self.attempt.run_dir), *(["--", *self.program] if self.program else [])]
         srun = subprocess.Popen(
             command,
@@ -123,8 +126,8 @@ class Batch:
         self._wait(srun)
         ending = self.attempt.ending()
         if srun.poll():  # a supervisor died, and srun ended the others
-            self._sweep()
             ending = ending or self.attempt.end(lost(relay.reason()))
+            self._sweep(without=ending.node)
         notice = self.attempt.stop_notice()
         if notice and notice.cause == "requeued" and any("DUE TO PREEMPTION" in line for line in relay.last):
             self.attempt.write("stop", asdict(replace(notice, cause="preempted")))  # scontrol tells it of grace alone
@@ -158,23 +161,34 @@ class Batch:
     def _wait(self, srun: subprocess.Popen[bytes]) -> None:
         """Until srun has ended, or Slurm is about to kill this script."""
         heard: tuple[float, str] | None = None
-        last_call = float("inf")
+        last_call = leave_by = float("inf")
         while srun.poll() is None and time.time() < last_call:
             if name := hear(TICK_S):
                 heard = heard or (time.time(), name)
-                record = self._record()
-                if record is not None and record.completing:
-                    last_call = min(last_call, time.time() + self._kill_wait_s - LAST_CALL_S)
-                    if judge(None, record, self.env.restart, stop_asked=self._stop_asked()).act == "requeue":
-                        # The time is up, and the job ends for good when the driver saves for longer than KillWait:
-                        # it is requeued first, and the next attempt decides whether it is worth its nodes.
-                        self._requeue()
+                last_call = min(last_call, self._on_signal())
             if heard and time.time() > heard[0] + RELAY_AFTER_S and self.attempt.stop_notice() is None:
-                at, name = heard
-                record = self._record()
-                self.attempt.notify(
-                    slurm.classify(record, self.env.restart, name, at, self._kill_wait_s, self._stop_lead_s)
-                )
+                args = (self.env.restart, heard[1], heard[0], self._kill_wait_s, self._stop_lead_s)
+                self.attempt.notify(slurm.classify(self._record(), *args))
+            if leave_by == float("inf") and (ending := self.attempt.ending()):
+                leave_by = time.time() + LEAVE_S.get(ending.outcome, LEAVE_OTHERWISE_S)
+            if time.time() > leave_by:
+                srun.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    srun.wait(timeout=3)
+                srun.kill()
+                srun.wait()
+
+    def _on_signal(self) -> float:
+        """When this script has to be done by, seconds since the epoch; a job whose time is up is requeued at once."""
+        record = self._record()
+        if record is None or not record.completing:
+            return float("inf")
+        last_call = time.time() + self._kill_wait_s - LAST_CALL_S
+        if judge(None, record, self.env.restart, stop_asked=self._stop_asked()).act == "requeue":
+            # The job ends for good when the driver saves for longer than KillWait. So it is requeued first, and the
+            # next attempt decides whether it is worth its nodes.
+            self._requeue()
+        return last_call
 
     def _conclude(self, ending: Ending | None, stuck: str | None = None) -> int:
         """Requeues or holds the job, writes the attempt's line, and returns the exit code. No `ending`: the nodes are
@@ -234,10 +248,12 @@ class Batch:
     def _stop_asked(self) -> bool:
         return "STOP" in os.listdir(self.attempt.run_dir)
 
-    def _sweep(self) -> None:
-        """Removes what killed supervisors left on the nodes; where Slurm starts no further step, on this one only."""
+    def _sweep(self, without: str | None) -> None:
+        """Removes what killed supervisors left on the nodes, but for one that may be dead; on this one only where Slurm
+        starts no further step."""
         sweep = [sys.executable, "-m", "rlhpc.cluster.session", "sweep", f"--temp-root={self._temp_root}"]
-        for command in (sweep, [*step(self.env), *sweep]):
+        others = [node for node in self.env.nodes[1:] if node != without]
+        for command in (sweep, [*step(self.env, others), *sweep]) if others else (sweep,):
             with suppress(subprocess.TimeoutExpired):
                 subprocess.run(command, stdin=subprocess.DEVNULL, timeout=SWEEP_S, preexec_fn=hearing, check=False)
 
@@ -248,10 +264,10 @@ def lost(reason: str | None) -> Ending:
     return Ending("lost", EXIT_FAILED, reason, node[1] if node else None)
 
 
-def step(env: SlurmEnv) -> list[str]:
-    """srun for one task on every node with all of its CPUs and GPUs, which other steps may use too."""
+def step(env: SlurmEnv, on: Sequence[str]) -> list[str]:
+    """srun for one task on each of the nodes with all of its CPUs and GPUs, which other steps may use too."""
     cpus = [f"--cpus-per-task={env.cpus_per_task}"] if env.cpus_per_task else []
-    nodes = [f"--nodes={env.num_nodes}", f"--ntasks={env.num_nodes}", "--ntasks-per-node=1"]
+    nodes = [f"--nodes={len(on)}", f"--ntasks={len(on)}", "--ntasks-per-node=1", f"--nodelist={','.join(on)}"]
     return ["srun", *nodes, *cpus, "--overlap", "--kill-on-bad-exit=1", "--gpu-bind=none", "--mpi=none", "--export=ALL"]
 
 

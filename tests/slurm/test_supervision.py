@@ -192,7 +192,7 @@ def test_cancelled_stays_cancelled(slurm: Cluster, tmp_path: Path) -> None:
     assert only(slow.lines[0], "outcome", "checkpoint_step", "requeued") == ("cancelled", None, False)
     assert only(stopped.lines[0], "outcome", "exit_code", "requeued") == ("cancelled", 75, False)
     assert slurm.show(stopped.id)["ExitCode"] == "75:0"
-    assert killed.progress["outcome"] == "running"  # died as it was
+    assert only(killed.lines[0], "outcome", "cause", "exit_code") == ("cancelled", "cancelled", 75)  # not before TERM
     assert [pid for job in jobs for pid in slurm.processes(job.id)] == []
 
 
@@ -225,10 +225,11 @@ def test_deaths_end_the_attempt_and_the_next_goes_on(slurm: Cluster, tmp_path: P
     driver = submit(slurm, tmp_path / "driver", "30", "-plow", "-N2", f"-w{one},{two}")
     node = submit(slurm, tmp_path / "node", "30", "-plow", "-N2", f"-w{three},{four}")
     batch = submit(slurm, tmp_path / "batch", "30", "-plow", "-N2", f"-w{one},{two}")
-    for job in (driver, node, batch):
-        job.wait_step(2)
+    driver.wait_step(2)
     os.kill(driver.progress["pid"], signal.SIGKILL)
+    node.wait_step(2)
     os.kill(node.supervisor(four), signal.SIGKILL)
+    batch.wait_step(2)
     os.kill(next(pid for pid in slurm.processes(batch.id) if b"rlhpc.cluster.batch" in command_of(pid)), signal.SIGKILL)
     for job in (driver, node):
         assert slurm.wait_end(job.id) == "COMPLETED", job.log
