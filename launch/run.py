@@ -60,7 +60,7 @@ def refused(error: Exception) -> int:
     """Says what the user can mend, without a traceback."""
     for line in filter(None, str(error).splitlines()):
         print(f"error: {line}", file=sys.stderr)
-    return USER_ERROR
+    return error.exit_code if isinstance(error, RlhpcError) else USER_ERROR
 
 
 def main() -> None:

@@ -2,7 +2,10 @@
 
 
 class RlhpcError(Exception):
-    """Base of all errors that rlhpc raises on purpose; the command line prints them without a traceback."""
+    """Base of all errors that rlhpc raises on purpose; the command line prints them without a traceback and ends with
+    `exit_code`: 2 for what the user can mend before trying again, 1 for what went wrong while it ran."""
+
+    exit_code = 2
 
 
 class ConfigError(RlhpcError):
@@ -24,9 +27,13 @@ class CheckpointError(RlhpcError):
 class EngineError(RlhpcError):
     """The rollout engine broke a promise, such as tensor-parallel ranks that sampled different tokens."""
 
+    exit_code = 1
+
 
 class TrainingError(RlhpcError):
     """Training can't go on, such as a non-finite loss."""
+
+    exit_code = 1
 
 
 class SlurmError(RlhpcError):

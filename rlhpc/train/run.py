@@ -14,22 +14,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlhpc.checkpoint.writer import Writer
-from rlhpc.cluster.attempt import Attempt
+from rlhpc.cluster.attempt import EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, Attempt
 from rlhpc.cluster.stop import StopFlag, StopRequested, UpdateCut
 from rlhpc.config.load import load_file
 from rlhpc.config.schema import RunConfig
-from rlhpc.errors import ConfigError, EngineError, RlhpcError, TrainingError
+from rlhpc.errors import ConfigError, RlhpcError
 from rlhpc.train.progress import Progress
-
-EXIT_FAILED, EXIT_USER_ERROR = 1, 2
-EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request with a checkpoint; the same command goes on
 
 
 def run(cfg: RunConfig) -> int:
     """Trains from the run directory's newest checkpoint, on this machine or, inside an attempt, over its nodes.
 
-    Returns 0 when the last step is done and EXIT_STOPPED after a stop. Raises RlhpcError for everything that the user
-    can mend; main thread only.
+    Returns EXIT_FINISHED when the last step is done and EXIT_STOPPED after a stop. Raises RlhpcError for everything
+    that the user can mend; main thread only.
     """
     directory = Path(cfg.run_dir).absolute()
     attempt = Attempt.current(os.environ)
@@ -45,7 +42,7 @@ def run(cfg: RunConfig) -> int:
                 parts.reporter.close_run(state.step, finished=True)
     except (StopRequested, UpdateCut):
         return EXIT_STOPPED
-    return 0
+    return EXIT_FINISHED
 
 
 @contextmanager
@@ -74,15 +71,10 @@ def run_lock(directory: Path, attempt: Attempt | None = None) -> Iterator[None]:
         yield
 
 
-def exit_code(error: RlhpcError) -> int:
-    """2 for what the user can mend before trying again, 1 for what went wrong in training."""
-    return EXIT_FAILED if isinstance(error, TrainingError | EngineError) else EXIT_USER_ERROR
-
-
 def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m rlhpc.train.run RUN_DIR     trains as RUN_DIR/config.yaml says", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return EXIT_USAGE
     directory = Path(arguments[0]).absolute()
     try:
         cfg = load_file(directory / "config.yaml")
@@ -91,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     except RlhpcError as error:
         for line in filter(None, str(error).splitlines()):
             print(f"error: {line}", file=sys.stderr)
-        return exit_code(error)
+        return error.exit_code
 
 
 if __name__ == "__main__":
