@@ -65,8 +65,6 @@ def device_of(cfg: RunConfig) -> str:
 
     Raises ConfigError for "auto" where the run is for other machines.
     """
-    import torch
-
     if cfg.trainer.device != "auto":
         return cfg.trainer.device
     if cfg.launch.mode == "slurm":
@@ -74,6 +72,8 @@ def device_of(cfg: RunConfig) -> str:
             "trainer.device=auto: what the job's nodes have is not known here; set trainer.device=cuda (asks Slurm for "
             f"{cfg.trainer.n_gpus_per_node} GPUs a node) or cpu, or choose a cluster that sets it, such as cluster=h200"
         )
+    import torch
+
     return "cuda" if torch.cuda.device_count() >= cfg.trainer.n_gpus_per_node else "cpu"
 
 
