@@ -11,6 +11,7 @@
         node-<id>.json                what node <id> is: host, address, ports, session
         stop.json                     why and until when: there before the driver hears of a stop; the deadline may move
                                       later, as the scheduler moves it
+        left-<id>.json                when node <id> had taken everything of the attempt away
         end.json                      how it ended, by the node that saw it first; every node leaves when it appears
 
 Every file appears whole, by rename, and none is read by its existence alone. Standard library only.

@@ -41,14 +41,14 @@ from rlhpc.cluster.attempt import (
     past_attempts,
     read_json,
 )
-from rlhpc.cluster.node import ABSORBED, ANSWER_S, TICK_S, Relay, hear, hearing, parse
+from rlhpc.cluster.node import ABSORBED, ANSWER_S, LEFT, TICK_S, Relay, hear, hearing, parse
 from rlhpc.cluster.slurm import JobRecord, SlurmEnv
 from rlhpc.errors import ConfigError, RlhpcError, SlurmError
 
 RELAY_AFTER_S = 1.0  # then a signal that node 0 has not answered reached this script alone
 LAST_CALL_S = 1.5  # before Slurm kills this script: what has to be written, is
-LEAVE_S = {"lost": 15.0}  # after end.json the nodes clean up and leave; one that is dead, srun would miss for minutes
-LEAVE_OTHERWISE_S = 60.0
+LEAVE_S = 60.0  # after end.json the nodes clean up and leave
+STRAGGLE_S = 5.0  # for the last of several, which may be dead; srun would miss it for minutes
 SWEEP_S = 20.0
 REQUEUE_EVERY_S = 2.0
 REQUEUE_PATIENCE_S = 600.0  # how long a controller that does not answer is asked again
@@ -169,14 +169,21 @@ class Batch:
             if heard and time.time() > heard[0] + RELAY_AFTER_S and self.attempt.stop_notice() is None:
                 args = (self.env.restart, heard[1], heard[0], self._kill_wait_s, self._stop_lead_s)
                 self.attempt.notify(slurm.classify(self._record(), *args))
-            if leave_by == float("inf") and (ending := self.attempt.ending()):
-                leave_by = time.time() + LEAVE_S.get(ending.outcome, LEAVE_OTHERWISE_S)
+            leave_by = min(leave_by, self._leave_by())
             if time.time() > leave_by:
                 srun.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     srun.wait(timeout=3)
                 srun.kill()
                 srun.wait()
+
+    def _leave_by(self) -> float:
+        """Until when the nodes may take to leave, once the attempt has ended."""
+        files = os.listdir(self.attempt.directory)
+        if "end.json" not in files:
+            return float("inf")
+        missing = self.env.num_nodes - sum(name.startswith(LEFT) for name in files)
+        return time.time() + (STRAGGLE_S if missing == 1 < self.env.num_nodes else LEAVE_S)
 
     def _on_signal(self) -> float:
         """When this script has to be done by, seconds since the epoch; a job whose time is up is requeued at once."""

@@ -47,6 +47,9 @@ ASK_EVERY_S = 10.0  # between questions to Slurm after a stop: administrators mo
 ANSWER_S = 2.0  # how long the driver may wait to hear of a stop because Slurm doesn't answer
 
 
+LEFT = "left-"  # left-<id>.json: a node's supervisor has taken everything away
+
+
 def hear(timeout_s: float) -> str | None:
     """The next signal's name, None after the timeout. The signals stay blocked, so none interrupts anything else."""
     heard = signal.sigtimedwait(ABSORBED, timeout_s)
@@ -236,9 +239,10 @@ def supervise(attempt: Attempt, env: slurm.SlurmEnv, program: list[str]) -> Endi
             driver.wait()
         if ray:
             ray.stop(keep_logs=ending is None or ending.outcome in ("failed", "lost"))
+        reaper.close()
+        attempt.write(f"{LEFT}{env.node_id}", {"at": time.time()})
         if link:
             link.close()
-        reaper.close()
 
 
 def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
