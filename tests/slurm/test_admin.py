@@ -69,7 +69,8 @@ def left(token: str) -> list[Path]:
 
 def session_job(slurm: Cluster, directory: Path, fate: str, *options: str) -> tuple[str, str]:
     """A job on the first node with a session; its id and the session's token."""
-    script = f"cd {ROOT}\nexec {sys.executable} - {fate} <<'END'\n{SESSION}\nEND"
+    python = "/usr/bin/python3"  # the environment's may lie where another user can't go
+    script = f"cd {ROOT}\nexec {python} - {fate} <<'END'\n{SESSION}\nEND"
     job = slurm.submit(script, f"-w{slurm.node(1)}", *options, directory=directory)
     log = directory / f"{job}.log"
     wait_until(lambda: log.exists() and len(log.read_text()) >= 9, 30, "the session is open")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rlhpc.cluster.attempt import past_attempts, publish_text, read_json
+from tests.e2e.runs import command, write_task
 from tests.slurm.cluster import ROOT, Cluster, wait_until
 
 BATCH = f"cd {ROOT}\nexec {sys.executable} -m rlhpc.cluster.batch"
@@ -230,3 +231,34 @@ def test_without_a_controller_the_run_directory_speaks(workplace: Workplace) -> 
         assert text.startswith("Slurm does not answer (scontrol show job")
         assert "state       unknown: its driver last wrote" in text
     assert workplace.status(run)["state"] == "running"
+
+
+def test_resumed_as_it_was_submitted(workplace: Workplace, tmp_path: Path) -> None:
+    """With the real launcher; the jobs are held, since what they do is not the point."""
+    run = tmp_path / "run"
+    arguments = command(write_task(tmp_path), run, "launch=slurm", "launch.time_min=20", "cluster.sbatch.hold=true")
+    subprocess.run(arguments, cwd=ROOT, env=workplace.slurm.environ(), check=True, capture_output=True)
+    first = workplace.status(run)
+    assert first["state"] == "held" and first["slurm_state"] == "PENDING"
+    assert workplace.rlhpc("resume", str(run), code=2).startswith(
+        f"error: run_dir=run belongs to job {first['job_id']}"
+    )
+
+    workplace.rlhpc("cancel", str(run))
+    dry = workplace.rlhpc("resume", str(run), "launch.dry_run=true", "launch.time_min=30")
+    assert "  launch.time_min: 20 -> 30\n" in dry and "#SBATCH --time=30" in dry and (run / "STOP").exists()
+    said = workplace.rlhpc("resume", str(run), "launch.time_min=30", "cluster.nodes=2", "cluster.sbatch.comment=again")
+    second = workplace.status(run)
+    assert said.startswith(
+        f"resuming {run}, changed:\n"
+        "  cluster.nodes: null -> 2\n"
+        '  cluster.sbatch.comment: "???" -> "again"\n'
+        "  launch.time_min: 20 -> 30\n"
+        "  trainer.nnodes: 1 -> 2\n"
+        f"removed {run / 'STOP'}, left by rlhpc cancel\n"
+        f"submitted job {second['job_id']}: 2 nodes, 30 min\n"
+    )
+    assert not (run / "STOP").exists() and second["job_id"] != first["job_id"]
+    fields = workplace.slurm.show(second["job_id"])
+    assert (fields["TimeLimit"], fields["NumNodes"], fields["Comment"]) == ("00:30:00", "2-2", "again")
+    assert workplace.slurm.state(first["job_id"]) == "CANCELLED"
