@@ -82,7 +82,8 @@ class JobRecord:
 
     @property
     def running(self) -> bool:
-        return "RUNNING" in self.states and not self.completing
+        # SIGNALING: for a moment, while slurmctld passes a warning on.
+        return bool(self.states & {"RUNNING", "SIGNALING"}) and not self.completing
 
     @property
     def completing(self) -> bool:

@@ -177,9 +177,6 @@ class RankWorker:
             peak["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
         return peak
 
-    def close(self) -> None:
-        self.engine.close()
-
     def answer(self, method: str, *arguments: Any, **common: Any) -> Any:
         """Runs a method for the driver. What it raises goes to the rank's log in full: the driver says it in a line."""
         with ExitStack() as stack:
@@ -211,7 +208,6 @@ class RayRanks:
 
         self.world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
         self._logs = [log_dir / f"rank-{rank:05d}.log" for rank in range(self.world_size)]
-        self._answering = True
         actor = ray.remote(RankWorker)
         options = {"num_cpus": cfg.cluster.cpus_per_rank, "num_gpus": 1 if device == "cuda" else 0}
         self._actors = [
@@ -230,7 +226,7 @@ class RayRanks:
         **common: Any,
     ) -> list[Any]:
         """Results of `method` in rank order; `per_rank` gives each rank its positional arguments. `waiting` is called a
-        few times a second meanwhile; what it raises leaves the ranks to `close`, which then ends them as they are."""
+        few times a second meanwhile; what it raises leaves the ranks to `close`."""
         import ray
 
         arguments = per_rank if per_rank is not None else [()] * self.world_size
@@ -239,7 +235,6 @@ class RayRanks:
             for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True))
         }
         results: list[Any] = [None] * self.world_size
-        self._answering = False
         while pending:
             done, _ = ray.wait(list(pending), num_returns=1, timeout=_PATIENCE_S if waiting else None)
             for reference in done:
@@ -250,7 +245,6 @@ class RayRanks:
                 results[rank] = result
             if waiting:
                 waiting()
-        self._answering = True
         return results
 
     def _failure(self, method: str, errors: dict[int, Any]) -> RlhpcError:
@@ -276,12 +270,10 @@ class RayRanks:
         return "\n".join([f"rank {rank} died in {method}: {reason}", f"the end of {self._logs[rank]}:", *lines])
 
     def close(self) -> None:
-        """Ends the actors; the engine's shared memory is released where the ranks still answer."""
+        """Ends the ranks as they are. Nothing of theirs needs more: their shared memory has no names any more, and the
+        session takes what processes they started."""
         import ray
 
-        if self._answering:
-            closing = [actor.close.remote() for actor in self._actors]
-            ray.wait(closing, num_returns=len(closing), timeout=10)
         for actor in self._actors:
             ray.kill(actor)
 
