@@ -261,11 +261,9 @@ def test_sweep_sbatch_gives_each_task_its_line(slurm: Cluster, task: Path, tmp_p
 
 
 @pytest.fixture(scope="module")
-def bare_slurm():
-    """No accounting, ended jobs forgotten at once, arrays of at most three tasks."""
-    cluster = own_cluster(
-        "l", nodes=1, extra="AccountingStorageType=accounting_storage/none\nMinJobAge=2\nMaxArraySize=4\n"
-    )
+def forgetful_slurm():
+    """Ended jobs are forgotten at once, and arrays have at most three tasks."""
+    cluster = own_cluster("l", nodes=1, extra="MinJobAge=2\nMaxArraySize=4\n")
     try:
         cluster.up()
         yield cluster
@@ -273,23 +271,26 @@ def bare_slurm():
         cluster.down()
 
 
-def test_sweeps_above_max_array_size_are_sharded(bare_slurm: Cluster, task: Path, tmp_path: Path) -> None:
+def test_sweeps_above_max_array_size_are_sharded(forgetful_slurm: Cluster, task: Path, tmp_path: Path) -> None:
     arguments = multirun(command(task, tmp_path / "sweep", "launch=slurm", HOLD))
-    launch(bare_slurm, [*arguments, "seed=range(0,7)"])
+    launch(forgetful_slurm, [*arguments, "seed=range(0,7)"])
     jobs = [job_of(tmp_path / f"sweep/{number}").split("_") for number in range(7)]
     assert [task for _, task in jobs] == ["0", "1", "2", "0", "1", "2", "0"]
     assert len({array for array, _ in jobs}) == 3
-    assert len(queued(bare_slurm)) == 7
-    bare_slurm.cancel(*{array for array, _ in jobs})
+    assert len(queued(forgetful_slurm)) == 7
+    forgetful_slurm.cancel(*{array for array, _ in jobs})
 
 
-def test_waiting_ends_after_scancel_without_accounting(bare_slurm: Cluster, task: Path, tmp_path: Path) -> None:
+def test_waiting_ends_after_scancel_without_accounting(forgetful_slurm: Cluster, task: Path, tmp_path: Path) -> None:
     """submitit's own launcher asks sacct alone and waits for ever here."""
+    conf = tmp_path / "slurm.conf"  # as a user on a cluster without accounting has it
+    conf.write_text(re.sub(r"(?m)^AccountingStorage.*\n", "", forgetful_slurm.conf.read_text()))
+    environ = forgetful_slurm.environ(SLURM_CONF=str(conf))
     arguments = command(task, tmp_path / "run", "launch=slurm", "launch.wait=true", "cluster.setup=[sleep 600]")
     with (tmp_path / "out").open("w") as out:
-        waiting = subprocess.Popen(arguments, cwd=ROOT, env=bare_slurm.environ(), stdout=out, stderr=subprocess.STDOUT)
+        waiting = subprocess.Popen(arguments, cwd=ROOT, env=environ, stdout=out, stderr=subprocess.STDOUT)
     wait_until(lambda: "running on" in (tmp_path / "out").read_text(), 120, "the job runs")
-    bare_slurm.cancel(job_of(tmp_path / "run"))
+    forgetful_slurm.cancel(job_of(tmp_path / "run"))
     assert waiting.wait(timeout=120) == 1
     last = (tmp_path / "out").read_text().splitlines()[-1]
     assert "cancelled" in last or "gone from the queue" in last
