@@ -241,33 +241,11 @@ class RayRanks:
                 rank = pending.pop(reference)
                 result, error = _received(reference)
                 if error is not None:
-                    raise self._failure(method, {rank: error} | _also_failed(pending)) from error
+                    raise first_failure(method, {rank: error} | _also_failed(pending), self._logs) from error
                 results[rank] = result
             if waiting:
                 waiting()
         return results
-
-    def _failure(self, method: str, errors: dict[int, Any]) -> RlhpcError:
-        """The error to end with, of those by rank in the order in which they came. A dead rank comes first: where one
-        dies, the collectives of others fail, often before its death is known."""
-        from ray.exceptions import RayTaskError
-
-        for rank, error in errors.items():
-            if not isinstance(error, RayTaskError):  # no answer: its process or its node is gone
-                return RankLostError(self._death(method, rank, _reason(error)))
-        for error in errors.values():
-            if isinstance(error.cause, RlhpcError):
-                return error.cause
-        rank, error = next(iter(errors.items()))
-        what = str(error.cause) or "without a message"
-        return TrainingError(
-            f"rank {rank} failed in {method}: {type(error.cause).__name__}: {what}\n"
-            f"the traceback is at the end of {self._logs[rank]}"
-        )
-
-    def _death(self, method: str, rank: int, reason: str) -> str:
-        lines = self._logs[rank].read_text(errors="replace").splitlines()[-20:] if self._logs[rank].exists() else []
-        return "\n".join([f"rank {rank} died in {method}: {reason}", f"the end of {self._logs[rank]}:", *lines])
 
     def close(self) -> None:
         """Ends the ranks as they are. Nothing of theirs needs more: their shared memory has no names any more, and the
@@ -276,6 +254,26 @@ class RayRanks:
 
         for actor in self._actors:
             ray.kill(actor)
+
+
+def first_failure(method: str, errors: dict[int, Any], logs: Sequence[Path]) -> RlhpcError:
+    """The error to end with, of those by rank in the order in which they came. A dead rank comes first: where one dies,
+    the collectives of others fail, often before its death is known."""
+    from ray.exceptions import RayTaskError
+
+    for rank, error in errors.items():
+        if not isinstance(error, RayTaskError):  # no answer: its process or its node is gone
+            lines = logs[rank].read_text(errors="replace").splitlines()[-20:] if logs[rank].exists() else []
+            told = [f"rank {rank} died in {method}: {_reason(error)}", f"the end of {logs[rank]}:", *lines]
+            return RankLostError("\n".join(told))
+    for error in errors.values():
+        if isinstance(error.cause, RlhpcError):
+            return error.cause
+    rank, error = next(iter(errors.items()))
+    return TrainingError(
+        f"rank {rank} failed in {method}: {type(error.cause).__name__}: {error.cause}\n"
+        f"the traceback is at the end of {logs[rank]}"
+    )
 
 
 def _received(reference: Any) -> tuple[Any, Any]:
