@@ -226,7 +226,7 @@ class ClusterConfig:
     start_timeout_s: float = 300.0  # until every node has joined Ray
     cpus_per_rank: int = 1  # CPUs that Ray reserves for a rank
     threads_per_rank: int = 1  # intra-op threads of torch and the engine
-    ray_temp_root: str = "/tmp"  # node-local, short
+    ray_temp_root: str = "/tmp"  # node-local, short; also keeps what engines compile, for the node's next run
     object_store_bytes: int = 256 * 1024**2  # Ray's shared memory per node
     collective_timeout_s: float = 600.0  # then a collective that a rank never joined fails
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ def build_engine(
     """This rank's rollout engine; `ident` makes the names of its shared-memory segments unique on the node."""
     name = cfg.actor_rollout_ref.rollout.name
     if name == "vllm":
+        from rlhpc.backends.vllm.environment import keep_compiled
+
+        keep_compiled(Path(cfg.cluster.ray_temp_root, f"rlhpc-{os.getuid()}-compiled"))
         try:
             from rlhpc.backends.vllm.engine import VllmEngine
         except ModuleNotFoundError as error:

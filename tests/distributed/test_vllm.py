@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhpc.backends.vllm.environment import CACHES
 from rlhpc.backends.vllm.shm import cleanup_shm
 from rlhpc.data.types import Completion
 from rlhpc.reshard.families import family_for
@@ -204,6 +205,20 @@ def test_recorded_logprobs_are_vllms_own_however_it_schedules(models: tuple[Path
     assert tight["ours"]["tokens"] == roomy["ours"]["tokens"]  # scheduling changes no answer
     lengths = {len(tokens) for tokens in roomy["ours"]["tokens"]}
     assert 61 in lengths and len(lengths) > 1  # some were stopped
+
+
+def test_a_second_start_finds_what_the_first_compiled(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in CACHES:
+        monkeypatch.delenv(name, raising=False)
+    arguments = {"model_dir": str(models[0]), "temp_root": str(tmp_path)}
+    [first] = run_ranks(f"{RANKS}:kept", 1, **arguments)
+    [second] = run_ranks(f"{RANKS}:kept", 1, **arguments)
+    assert second == first
+    folders = {tuple(name.split("/")[:2]) for name in first}
+    private = f"rlhpc-{os.getuid()}-compiled"
+    assert folders == {(private, "vllm"), (private, "inductor")}  # Triton compiles nothing for a CPU
 
 
 def test_stop_strings(models: tuple[Path, Path]) -> None:

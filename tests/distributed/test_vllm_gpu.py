@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_vllm import check_recorded
 from tests.distributed.vllm_ranks import spec
 from tests.distributed.vllm_reference import expected, transformers_logits
 from tests.tiny_model import write_tiny_model
@@ -77,3 +79,29 @@ def test_both_sinks(models: tuple[Path, Path], dtype: str, tp: int, rollout: dic
                 [sample["tokens"] for sample in result["samples"][sink, model]] for sink in ("direct", "reference")
             )
             assert tokens == through_loader
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tight", "eager"),
+    [("float32", False, True), ("float32", True, True), ("bfloat16", True, False)],
+    ids=["float32", "float32-tight", "bfloat16-graphs-tight"],
+)
+def test_recorded_logprobs_are_vllms_own(models: tuple[Path, Path], dtype: str, tight: bool, eager: bool) -> None:
+    """With asynchronous scheduling; `tight` chunks prompts and has a KV cache for about half of the requests."""
+    result = recorded(models[0], dtype, tight, eager)
+    check_recorded(result)
+    assert (result["ours"]["preempted"] > 0) == tight
+    if dtype == "float32":  # in bfloat16 logits depend on what else is in the batch
+        assert result["ours"]["tokens"] == recorded(models[0], dtype, not tight, eager)["ours"]["tokens"]
+
+
+@cache
+def recorded(model_dir: Path, dtype: str, tight: bool, eager: bool) -> dict[str, Any]:
+    rollout = {"max_num_seqs": 12, "enforce_eager": eager, "gpu_memory_utilization": 0.3}
+    if tight:
+        rollout["max_num_batched_tokens"] = 48
+    [result] = run_ranks(
+        "tests.distributed.vllm_ranks:recorded", 1, timeout_s=300, model_dir=str(model_dir), device="cuda",
+        dtype=dtype, num_blocks=70 if tight else None, **rollout,
+    )  # fmt: skip
+    return result

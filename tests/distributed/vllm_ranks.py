@@ -202,6 +202,7 @@ def recorded(model_dir: str, device: str, dtype: str, num_blocks: int | None, **
 
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     torch.set_num_threads(1)
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"  # else Triton's float32 products are TF32
     cfg = run_config(1, 1, **rollout)
     cfg.actor_rollout_ref.model.dtype = dtype
     arguments = engine_arguments(cfg, Path(model_dir), device) | {"num_gpu_blocks_override": num_blocks}
@@ -233,6 +234,22 @@ def recorded(model_dir: str, device: str, dtype: str, num_blocks: int | None, **
         }
     private.shut_down(llm)
     return result
+
+
+def kept(model_dir: str, temp_root: str) -> dict[str, int]:
+    """Builds an engine as a rank does and compiles a function. The files below `temp_root` afterwards and when each was
+    written, nanoseconds; not locks, which every start writes."""
+    from rlhpc.train.builder import build_engine
+
+    dist.init_process_group("gloo")
+    cfg = run_config(1, 1)
+    cfg.actor_rollout_ref.model.path, cfg.cluster.ray_temp_root = model_dir, temp_root
+    hf_config = json.loads(Path(model_dir, "config.json").read_text())
+    build_engine(cfg, hf_config, "cpu", 0, 1, f"rlhpckept{os.getpid()}").close()
+    torch.compile(lambda x: (x + 1).sin())(torch.ones(3))
+    root = Path(temp_root)
+    files = (path for path in root.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return {path.relative_to(root).as_posix(): path.stat().st_mtime_ns for path in files}
 
 
 def stop_strings(model_dir: str, prompts: Prompts, stop: str) -> list[Completion]:

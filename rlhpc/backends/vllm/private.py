@@ -197,6 +197,17 @@ def sampling(
         yield
 
 
+@contextmanager
+def sampler_mode(llm: LLM, logprobs_mode: str) -> Iterator[None]:
+    """Within it vLLM's own sampler is as in an engine with this `logprobs_mode`."""
+    sampler = _runner(llm).sampler
+    with (
+        _replaced(sampler, "logprobs_mode", logprobs_mode),
+        _replaced(sampler.topk_topp_sampler, "logprobs_mode", logprobs_mode),
+    ):
+        yield
+
+
 def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
     """Samples a token of each row of float32 logits [B, V] by Gumbel noise that is a function of (seeds[row], token)
     alone, in one launch. On CUDA the kernel of vLLM's V2 runner, on a CPU that of its V1 runner."""
