@@ -56,6 +56,11 @@ class Ending:
     node: str | None = None
     at: float = 0.0  # seconds since the epoch
 
+    @property
+    def headline(self) -> str | None:
+        """The reason's first line."""
+        return self.reason.partition("\n")[0] if self.reason else None
+
 
 @dataclass(frozen=True)
 class Attempt:

@@ -215,7 +215,7 @@ class Batch:
         line = ledger.summary(self.attempt, ending, outcome=verdict.outcome, requeued=requeued, held=held)
         ledger.append(self.attempt, line)
         if ending and ending.reason:
-            say(f"{ending.outcome} on {ending.node or 'the batch node'}: {ending.reason}")
+            say(f"{ending.outcome} on {ending.node or self.env.node_name}: {ending.headline}")
         say(f"== rlhpc attempt {self.attempt.name} {verdict.outcome}; {'held: ' if held else ''}{verdict.why}")
         return ending.exit_code if ending else EXIT_STOPPED
 

@@ -29,6 +29,7 @@ def summary(attempt: Attempt, ending: Ending | None, *, outcome: str, requeued: 
         progress = {}
     checkpoint = progress.get("checkpoint") or {}
     resumed_from = start.get("checkpoint_step")
+    reason = ending.headline if ending else None
     return {
         "attempt": attempt.name,
         "job_id": attempt.job_id,
@@ -42,8 +43,8 @@ def summary(attempt: Attempt, ending: Ending | None, *, outcome: str, requeued: 
         "signal_at": notice.at if notice else None,
         "deadline": notice.deadline if notice else None,
         "exit_code": ending.exit_code if ending else None,
-        "reason": ending.reason if ending else None,
-        "first_failing": {"node": ending.node, "what": ending.reason} if ending and ending.node else None,
+        "reason": reason,
+        "first_failing": {"node": ending.node, "what": reason} if ending and ending.node else None,
         "phase_at_stop": (progress.get("stop") or {}).get("phase"),
         "resumed_from_step": resumed_from,
         "last_step": progress.get("step", resumed_from),
