@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -47,6 +48,7 @@ SHM_SHARE = 0.3  # of the memory limit and of what is free in /dev/shm, for the 
 MIN_OBJECT_STORE = 80 * 1024**2  # Ray refuses less than 75 MiB
 _LOG_LINES = 15
 _LOG_BYTES = 4 * 1024**2  # kept of each of Ray's log files
+_STACK = re.compile(r"\(\+0x[0-9a-f]+\)|^\*\*\* StackTrace")
 _STARTED = "Ray runtime started."  # printed by `ray start` once the node is registered
 
 
@@ -151,6 +153,8 @@ class RayNode:
         Raises ConfigError on the way to joining, as start_head does."""
         if (code := self._child.poll()) is not None:
             return self._report(f"Ray ended by itself (exit code {code})")
+        if not self._up and (dead := _dead_daemons(self._child.pid)):
+            return self._report(f"{' and '.join(dead)} ended while Ray started")
         if (kills := oom_kills()) > self._record["oom_kills"]:
             self._record["oom_kills"] = kills
             self._write()
@@ -243,7 +247,8 @@ class RayNode:
         lines = [f"node {self._name}: {what}{memory}"]
         wanted = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err")
         for log in (self._logs / "start.log", *(log for log in self._ray_logs() if log.name in wanted)):
-            if end := log.read_text(errors="replace").splitlines()[-_LOG_LINES:]:
+            text = log.read_text(errors="replace").splitlines()
+            if end := [line for line in text if line.strip() and not _STACK.search(line)][-_LOG_LINES:]:
                 lines += [f"the end of {log.name}:", *(f"  {line}" for line in end)]
         return "\n".join(lines)
 
@@ -275,6 +280,24 @@ def _port_options(ports: PortBlock, *, head: bool) -> dict[str, int]:
         "max-worker-port": ports.workers.stop - 1,
     }
     return options | ({"port": ports["gcs"], "dashboard-port": ports["dashboard"]} if head else {})
+
+
+def _dead_daemons(parent: int) -> list[str]:
+    """Daemons of Ray that have ended and whose parent hasn't noticed: `ray start` waits half a minute for their answer
+    before it looks."""
+    dead = []
+    for child in _text(Path(f"/proc/{parent}/task/{parent}/children")).split():
+        name, _, rest = _text(Path(f"/proc/{child}/stat")).partition("(")[2].rpartition(")")
+        if name in ("gcs_server", "raylet") and rest.split()[0] == "Z":
+            dead.append(name)
+    return dead
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def listens(ip: str, port: int) -> bool:
