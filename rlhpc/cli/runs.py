@@ -58,11 +58,12 @@ class Run:
 
     @cached_property
     def job(self) -> Mapping[str, Any]:
-        """{job_id, log, submitted} of the newest job, {} for a run that never was one."""
-        if (job := read_json(self.directory / "job.json")) is not None:
-            return job
-        newest = max(self.attempt_directories, key=lambda path: path.stat().st_mtime, default=None)
-        return {} if newest is None else {"job_id": newest.name.rpartition("-")[0]}
+        """{job_id, log, submitted} of the newest job, {} for a run that never was one or goes on without."""
+        job = read_json(self.directory / "job.json") or {}
+        if not job and (newest := max(self.attempt_directories, key=_modified, default=None)):
+            job = {"job_id": newest.name.rpartition("-")[0], "submitted": _modified(newest)}
+        local = bool(self.progress) and self.progress.get("attempt") is None
+        return {} if local and self.progress.get("started", 0) > job.get("submitted", 0) else job
 
     @property
     def job_id(self) -> str | None:
@@ -101,10 +102,8 @@ class Run:
         """How the run ended by its own word, None while it may go on: a job that is queued again has the last one."""
         if self.progress.get("outcome") == "finished":
             return "finished"
-        if not self.attempts or self.attempts[-1].get("requeued"):
-            return None
-        last = self.attempts[-1]
-        if self.progress.get("started", 0) > (last.get("ended") or 0):
+        last = self.attempts[-1] if self.attempts else {}
+        if last.get("job_id") != self.job_id or last.get("requeued") or not last:
             return None
         return {"lost": "killed"}.get(str(last.get("outcome")), str(last.get("outcome")))
 
@@ -167,10 +166,14 @@ def tail_rows(path: Path, num_bytes: int = TAIL_BYTES) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[size > num_bytes : -1]]
 
 
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime
+
+
 def _numbers(name: str) -> list[tuple[int, int | str]]:
     """A key that sorts n9 before n10."""
     parts = re.split(r"(\d+)", name)
-    return [(1, int(part)) if part.isdigit() else (0, part) for part in parts if part]
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
 
 
 def _alive_since(pid: int, started: float) -> bool:

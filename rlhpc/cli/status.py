@@ -54,6 +54,7 @@ class Status:
     nodes: list[str]
     phase: str | None
     phase_s: float | None
+    phase_share: float | None  # how much of the phase is done, 0 to 1
     step: int  # the last that is finished
     total_steps: int | None
     reward: float | None
@@ -105,6 +106,7 @@ def status_of(run: Run, jobs: Jobs) -> Status:
     record = jobs.find(run.job_id)
     state, why = judge(run, jobs)
     active = state in ("running", "ending")
+    now_doing = progress if active and progress.get("outcome") == "running" else {}
     rows = [row for row in run.rows if row["step"] > 0]
     step = run.rows[-1]["step"] if run.rows else 0
     total = progress.get("total_steps") or run.settings.get("trainer", {}).get("total_training_steps")
@@ -119,8 +121,9 @@ def status_of(run: Run, jobs: Jobs) -> Status:
         slurm_state=record.state if record else None,
         attempt=max(1, len(run.attempts) + (state in ("running", "ending", "pending", "held"))),
         nodes=list(record.nodes if record and active else last.get("nodes") or []),
-        phase=progress.get("phase") if active else None,
-        phase_s=now - progress["since"] if active and "since" in progress else None,
+        phase=now_doing.get("phase"),
+        phase_s=now - now_doing["since"] if now_doing else None,
+        phase_share=now_doing.get("fraction"),
         step=step,
         total_steps=total,
         reward=run.rows[-1].get("critic/score/mean") if run.rows else None,
@@ -135,22 +138,16 @@ def status_of(run: Run, jobs: Jobs) -> Status:
 def judge(run: Run, jobs: Jobs) -> tuple[str, str]:
     """State and explanation, by the driver here, else by Slurm's queue, the run's own last word, accounting."""
     progress, record = run.progress, jobs.find(run.job_id)
-    if progress and progress.get("attempt") is None and (run.driver_alive or run.job_id is None):
-        return _judge_local(run)
     if run.job_id is None:
-        total = run.settings.get("trainer", {}).get("total_training_steps")
-        return ("finished" if run.rows and run.rows[-1]["step"] == total else "stopped" if run.rows else "new"), ""
+        return _judge_local(run)
     if record is not None and record.live:
         return _judge_live(run, record)
-    ended = record.state if record else None
-    if ended is None and jobs.problem is None:
-        ended = slurm_jobs.accounted_state(run.job_id)
-    settled = run.settled
-    if settled:
+    if settled := run.settled:
         return settled, attempt_end(run.attempts[-1]).removeprefix(settled).lstrip(": ") if run.attempts else ""
+    ended = record.state if record else slurm_jobs.accounted_state(run.job_id) if jobs.problem is None else None
     if ended in ENDED_STATES:
         state, why = ENDED_STATES[ended]
-        if state == "finished" and progress.get("outcome") != "finished":
+        if state == "finished":
             return "unknown", "Slurm says COMPLETED, but the run has not written that it finished"
         return state, why or str(progress.get("reason") or "")
     if jobs.problem:
@@ -171,13 +168,16 @@ def _judge_live(run: Run, record: JobRecord) -> tuple[str, str]:
 
 
 def _judge_local(run: Run) -> tuple[str, str]:
-    progress, outcome = run.progress, run.progress.get("outcome")
+    progress, outcome = run.progress, str(run.progress.get("outcome"))
+    if not progress:
+        total = run.settings.get("trainer", {}).get("total_training_steps")
+        return ("finished" if run.rows and run.rows[-1]["step"] == total else "stopped" if run.rows else "new"), ""
     where = f"process {progress.get('pid')} on {progress.get('host')}"
     if outcome == "running":
         if run.driver_alive is None:
             return "running", f"{where}, as far as can be seen from here; it last wrote {_ago(run)}"
         return ("running", where) if run.driver_alive else ("killed", f"{where} is gone without a word")
-    return str(outcome), str(progress.get("reason") or "")
+    return ("killed" if outcome == "lost" else outcome), str(progress.get("reason") or "")
 
 
 def _ago(run: Run) -> str:
@@ -221,7 +221,8 @@ def details(run: Status) -> Iterator[str]:
         nodes = f" on {', '.join(run.nodes)}" if run.nodes else ""
         said = f" ({run.slurm_state})" if run.slurm_state else ""
         yield f"  job         {run.job_id}{said}, attempt {run.attempt}{nodes}"
-    doing = f"; {run.phase} for {duration(run.phase_s or 0)}" if run.phase else ""
+    share = f" ({run.phase_share:.0%})" if run.phase_share else ""
+    doing = f"; {run.phase}{share} for {duration(run.phase_s or 0)}" if run.phase else ""
     reward = "" if run.reward is None else f"; reward {run.reward:.3f}"
     yield f"  progress    {_steps(run)} steps{doing}{reward}"
     yield f"  checkpoint  {_checkpoint(run)}"

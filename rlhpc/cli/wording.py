@@ -93,7 +93,8 @@ def attempt_end(line: Mapping[str, Any]) -> str:
         return (
             f"failed: {reason}" if (reason := line.get("reason")) else f"failed with exit code {line.get('exit_code')}"
         )
-    return CAUSES.get(str(cause), "stopped")
+    why = CAUSES.get(str(cause), "stopped")
+    return f"{why}: {line['reason']}" if line.get("reason") else why
 
 
 def attempt_details(line: Mapping[str, Any]) -> list[str]:
