@@ -48,7 +48,7 @@ if ((EUID == 0)) && [[ $user != 0 ]]; then
 fi
 
 # Pids whose environment holds a variable of this value, as an extended regular expression.
-carrying() { grep -lzsE "^$1=$2\$" /proc/[0-9]*/environ | cut -d/ -f3; }
+carrying() { { grep -lzsE "^$1=$2\$" /proc/[0-9]*/environ || true; } | cut -d/ -f3; } # grep counts the unreadable as errors
 
 tokens_of_job() {
     local root owner pid
@@ -90,7 +90,8 @@ tokens_of_the_dead() {
 remove() {
     local token=$1 pids root path code=0
     for _ in {1..40}; do
-        pids=$(carrying RLHPC_SESSION "$token") || break
+        pids=$(carrying RLHPC_SESSION "$token")
+        [[ $pids ]] || break
         if [[ $dry_run ]]; then
             echo "session $token: would kill $(tr '\n' ' ' <<<"$pids")"
             break
@@ -99,7 +100,7 @@ remove() {
         kill -KILL $pids 2>/dev/null || true
         sleep 0.25
     done
-    if [[ ! $dry_run ]] && pids=$(carrying RLHPC_SESSION "$token"); then
+    if [[ ! $dry_run && $(carrying RLHPC_SESSION "$token") ]]; then
         echo "session $token: $(tr '\n' ' ' <<<"$pids")survived SIGKILL" >&2
         code=1
     fi

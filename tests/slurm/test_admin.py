@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.cluster.attempt import publish_text
 from tests.slurm.cluster import ROOT, Cluster, own_cluster, run, wait_until
 
 ADMIN = ROOT / "slurm/admin"
@@ -117,15 +119,11 @@ def test_cleanup_knows_jobs_and_owners_apart(tmp_path: Path) -> None:
         assert processes["bbbbbbbb"].poll() is None
         assert [path.name for path in root.iterdir()] == ["bbbbbbbb"] and len(left("bbbbbbbb")) == 1
 
-        with (root / "bbbbbbbb/owner.json").open() as owner:
-            holder = subprocess.Popen(
-                ["flock", "--exclusive", str(owner.fileno()), "sleep", "300"], pass_fds=[owner.fileno()]
-            )
-        wait_until(lambda: "sleep" in _children(holder.pid), 10, "the owner holds its lock")
+        holder = subprocess.Popen(["flock", "--exclusive", str(root / "bbbbbbbb/owner.json"), "sleep", "300"])
+        wait_until(lambda: bool(_children(holder.pid)), 10, "the owner holds its lock")
         assert admin("cleanup.sh", *where) == ""  # its owner lives
-        holder.kill()
-        subprocess.run(["pkill", "-P", str(holder.pid)], check=False)
-        holder.wait()
+        os.kill(_children(holder.pid)[0], signal.SIGKILL)
+        holder.wait(timeout=10)
         admin("cleanup.sh", *where)
         assert processes["bbbbbbbb"].wait(timeout=10) == -9 and not any(root.iterdir()) and not left("bbbbbbbb")
     finally:
@@ -144,6 +142,7 @@ def test_a_bad_node_is_drained_with_the_reason_and_status_tells_the_way_out(
     (checks / "options").write_text("--gpus 0 --mount /mnt/absent")
     try:
         job = slurm.submit("true", f"-w{node}", "--requeue", f"--output={run_dir}/slurm/%j.log", directory=tmp_path)
+        publish_text(run_dir / "job.json", json.dumps({"job_id": job, "log": f"{run_dir}/slurm/{job}.log"}))
         slurm.wait_until(job, lambda f: "held" in f.get("Reason", ""), "held")
     finally:
         (checks / "options").write_text("--gpus 0")
@@ -207,5 +206,5 @@ def test_the_health_check_says_plainly_that_there_is_no_gpu(tmp_path: Path) -> N
     assert "usage" in admin("health_check.sh", "--gpu", "8", code=3)
 
 
-def _children(pid: int) -> str:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text() and "sleep"
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
