@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+
 from rlhpc.config.checks import check_run
 from rlhpc.config.schema import RunConfig
+from rlhpc.errors import ConfigError
 
 
 def local(cfg: RunConfig) -> int:
@@ -26,6 +29,11 @@ def slurm(cfg: RunConfig) -> int:
     """Submits one job and returns; with launch.wait the job's exit code."""
     from launch.submit import submit_run
 
+    if HydraConfig.initialized() and "submitit_launcher" in HydraConfig.get().launcher._target_:
+        raise ConfigError(
+            "hydra/launcher=submitit_slurm and submitit_local start the points themselves, and launch=slurm would "
+            "submit each once more; leave out one of the two"
+        )
     return submit_run(cfg)
 
 
@@ -42,6 +50,7 @@ def allocation(cfg: RunConfig) -> int:
     check_model_files(cfg, model_config)
     submission.claim(cfg, env)
     sys.stdout.flush()
+    os.environ["PYTHONUNBUFFERED"] = "1"
     os.execv(sys.executable, [sys.executable, "-m", "rlhpc.cluster.batch", str(Path(cfg.run_dir))])
 
 

@@ -34,7 +34,7 @@ def submit_run(cfg: RunConfig) -> int:
             return 0
         submission.refuse_held(cfg.run_dir)
         (made,) = job.submit()
-    shown, log = shown_path(cfg.run_dir), shown_path(made.log)
+    shown, log = shown_path(cfg.run_dir), shown_path(str(made.log))
     print(f"submitted job {made.job_id}: {asked(cfg)}")
     print(f"  run dir  {shown}\n  log      {log}")
     print(f"  rlhpc status {shown}      what it does now, or why it waits")
@@ -53,7 +53,8 @@ def checked(runs: Sequence[RunConfig], models: Sequence[Mapping[str, Any]]) -> i
 
     Raises ConfigError for all that would be refused or wait for ever, SlurmError when Slurm doesn't answer.
     """
-    problems, warnings = [], []
+    problems: list[str] = []
+    warnings: list[str] = []
     try:
         cluster = Cluster.ask()
     except SlurmError as error:

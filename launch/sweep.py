@@ -48,7 +48,7 @@ def submit_sweep(points: Sequence[Point]) -> int:
         taken = submission.holders([cfg.run_dir for cfg in runs])
         taken |= {cfg.run_dir: "finished" for cfg in runs if submission.finished(cfg)}
         free = [cfg for cfg in runs if cfg.run_dir not in taken]
-        made = {}
+        made: dict[str, submission.Submission] = {}
         for job in arrays_of(free, sweep_dir, limit) if free else []:
             made |= {cfg.run_dir: done for cfg, done in zip(job.runs, job.submit(), strict=True)}
     for line in table(points, taken | {run_dir: done.job_id for run_dir, done in made.items()}):

@@ -30,12 +30,13 @@ def wait(jobs: Mapping[str, Path]) -> int:
         while waiting := jobs.keys() - codes.keys():
             try:
                 records = slurm.queue(waiting)
-                heard = time.monotonic()
             except SlurmError:
                 if time.monotonic() - heard > SILENCE_S:
                     raise
-                records = None
-            for job_id in sorted(waiting) if records is not None else ():
+                time.sleep(pause)
+                continue
+            heard = time.monotonic()
+            for job_id in sorted(waiting):
                 words, code = _state(job_id, jobs[job_id], records.get(job_id))
                 if words != told.get(job_id):
                     told[job_id], pause = words, FIRST_POLL_S

@@ -153,8 +153,8 @@ def _time(cfg: RunConfig, name: str, partition: Fields) -> Iterator[str]:
 
 def _nodes(cfg: RunConfig, cluster: Cluster, name: str, partition: Fields, cpus: int) -> Iterator[str]:
     nodes, members = cfg.trainer.nnodes, cluster.members(partition)
-    for key, verdict in (("MaxNodes", lambda limit: nodes > limit), ("MinNodes", lambda limit: nodes < limit)):
-        if (limit := _number(partition.get(key))) is not None and verdict(limit):
+    for key, sign in (("MaxNodes", 1), ("MinNodes", -1)):
+        if (limit := _number(partition.get(key))) is not None and sign * nodes > sign * limit:
             yield f"trainer.nnodes={nodes} is outside {key}={limit} of partition {name}; set {limit}"
             return
     eligible, problems = _chosen(cfg, name, members)

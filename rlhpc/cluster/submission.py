@@ -57,7 +57,10 @@ class Submission:
     def read(cls, run_dir: str | Path) -> Submission | None:
         """None while the run was never given to Slurm."""
         found = read_json(Path(run_dir) / f"{JOB_NAME}.json")
-        return None if found is None else cls(**{name: found.get(name) for name in cls.__dataclass_fields__})
+        if found is None:
+            return None
+        known: dict[str, Any] = {name: found.get(name) for name in cls.__dataclass_fields__}
+        return cls(**known)
 
     def write(self, run_dir: str | Path) -> None:
         publish_text(Path(run_dir) / f"{JOB_NAME}.json", json.dumps(asdict(self), indent=1) + "\n")
@@ -105,9 +108,9 @@ def holders(run_dirs: Iterable[str], own_job: str | None = None) -> dict[str, st
     return found
 
 
-def refuse_held(run_dir: str, own_job: str | None = None) -> None:
+def refuse_held(run_dir: str | Path, own_job: str | None = None) -> None:
     """Raises ConfigError while someone else has the run directory."""
-    if holder := holders([run_dir], own_job).get(run_dir):
+    if holder := holders([str(run_dir)], own_job).get(str(run_dir)):
         shown = shown_path(run_dir)
         raise ConfigError(
             f"run_dir={shown} belongs to {holder}; follow it with: rlhpc logs -f {shown}, end it with: "

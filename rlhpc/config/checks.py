@@ -118,6 +118,10 @@ def _layout(case: _Case) -> Iterator[str]:
     megatron, ranks = case.cfg.actor_rollout_ref.actor.megatron, case.world_size
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    rollout_tp, per_node = (
+        case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size,
+        case.cfg.trainer.n_gpus_per_node,
+    )
     where = f"the {ranks} ranks (trainer.nnodes * trainer.n_gpus_per_node)"
     if megatron.context_parallel_size != 1:
         yield f"{_MEGATRON}.context_parallel_size={megatron.context_parallel_size}: not available yet; set 1"
@@ -132,9 +136,13 @@ def _layout(case: _Case) -> Iterator[str]:
             f"pipeline_model_parallel_size={pp} = {ep * etp * pp} must divide {where}; "
             f"{_choose(divisors(ranks))} as their product"
         )
-    if ranks % case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size:
-        rollout_tp = case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if ranks % rollout_tp:
         yield f"{_ROLLOUT_TP}={rollout_tp} must divide {where}; {_choose(divisors(ranks))}"
+    if case.device == "cuda" and case.cfg.trainer.nnodes > 1 and per_node % rollout_tp:
+        yield (
+            f"{_ROLLOUT_TP}={rollout_tp} must divide trainer.n_gpus_per_node={per_node}: a replica doesn't span nodes; "
+            f"{_choose(divisors(per_node))}"
+        )
     yield from _rollout_experts(case)
 
 

@@ -224,6 +224,14 @@ def test_options_of_experts_on_a_dense_model():
     ]
 
 
+def test_a_replica_stays_on_its_node():
+    two_nodes = {"cluster.nodes": 2, "launch.mode": "slurm", "trainer.n_gpus_per_node": 2, RTP: 4}
+    assert violations_of(two_nodes | {"trainer.device": "cuda", RTP: 2}) == []
+    assert violations_of(two_nodes | {"trainer.device": "cpu"}) == []  # over gloo it makes no difference
+    [line] = violations_of(two_nodes | {"trainer.device": "cuda"})
+    assert line == f"{RTP}=4 must divide trainer.n_gpus_per_node=2: a replica doesn't span nodes; choose 1, 2"
+
+
 def test_kv_heads():
     model = MODEL | {"num_attention_heads": 12, "num_key_value_heads": 4}
     line = "must divide num_key_value_heads=4 or be a multiple of it; choose 1, 2, 4 or a multiple of 4"
