@@ -29,7 +29,7 @@ def cancel(argument: str, *, now: bool = False) -> None:
     under_way = []
     for run in runs:
         state, why = judge(run, jobs)
-        if state in UNDER_WAY or (state == "unknown" and run.job_id):
+        if state in UNDER_WAY and (run.job_id or run.driver_alive):
             under_way.append(run)
         else:
             print(f"{run.directory}: {state} already{', ' + why if why else ''}; nothing to cancel")

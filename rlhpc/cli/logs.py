@@ -27,7 +27,7 @@ POLL_S = 0.3
 ASK_S = 5.0  # between questions to Slurm
 FOLLOWED_LINES = 200  # of the past, when following
 BLOCK_BYTES = 64 * 1024
-UNDER_WAY = ("new", "pending", "held", "running", "ending")  # what a run may still print in
+UNDER_WAY = ("new", "pending", "held", "running", "ending", "unknown")  # states in which a run may still print
 _RAY_SUFFIXES = {".log", ".out", ".err"}
 _LABEL = re.compile(r"\s*(\d+): ")  # srun --label
 
@@ -165,9 +165,9 @@ def _follow(run: Run, selection: Selection, output: Output) -> None:
         for line in run.attempts[told:]:
             told += 1
             say(f"== attempt {line.get('attempt')} ended: {'; '.join([attempt_end(line), *attempt_details(line)])}")
-        now = f"== {state}: {why}" if why else f"== {state}"
+        now = state if state == "unknown" else f"{state}: {why.partition(';')[0]}"  # without what changes all the time
         if now != said and state not in ("running", "ending"):
-            say(now)
+            say(f"== {state}: {why}" if why else f"== {state}")
         said = now
         if over:
             return

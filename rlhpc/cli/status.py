@@ -42,8 +42,8 @@ ENDED_STATES = {  # Slurm's names for how a job ended -> ours and, where the nam
 
 @dataclass(frozen=True)
 class Status:
-    """A run now. `state` is one of new, pending, held, running, ending, finished, stopped, failed, killed, cancelled,
-    unknown; `why` says more. Times in seconds; None for what isn't known."""
+    """A run now. `state` is new, pending, held, running, ending, finished, stopped, failed, killed, cancelled or, while
+    Slurm is silent, unknown; `why` says more. Times in seconds; None for what isn't known."""
 
     run_dir: str
     state: str
@@ -148,7 +148,7 @@ def judge(run: Run, jobs: Jobs) -> tuple[str, str]:
     if ended in ENDED_STATES:
         state, why = ENDED_STATES[ended]
         if state == "finished":
-            return "unknown", "Slurm says COMPLETED, but the run has not written that it finished"
+            return "failed", "Slurm says COMPLETED, but the run has not written that it finished"
         return state, why or str(progress.get("reason") or "")
     if jobs.problem:
         return "unknown", f"its driver last wrote {_ago(run)}" if progress else "Slurm could not be asked"

@@ -163,7 +163,7 @@ def test_what_became_of_a_job_that_the_run_does_not_tell(tmp_path: Path) -> None
     assert after("TIMEOUT") == ("failed", "killed at the time limit")
     assert after("OUT_OF_MEMORY")[1].startswith("killed for using more memory")
     assert after("NODE_FAIL")[0] == "failed"
-    assert after("COMPLETED") == ("unknown", "Slurm says COMPLETED, but the run has not written that it finished")
+    assert after("COMPLETED") == ("failed", "Slurm says COMPLETED, but the run has not written that it finished")
     silent = judge(Run(run.directory), Jobs(problem="Slurm does not answer"))
     assert silent[0] == "unknown" and silent[1].startswith("its driver last wrote ")
 
