@@ -7,6 +7,7 @@
 #   MINISLURM_EXTRA   a file whose lines end slurm.conf         MINISLURM_PROCTRACK=linuxproc works without root and cgroups,
 #                                                               but daemons of a job may then outlive it
 # partitions: low (preempted by requeue at once), grace (preempted with GraceTime 40 s), high (preempts both)
+# install: only looks whether this machine can run Slurm, and installs what it lacks
 # needs: Debian or Ubuntu, root (or sudo for the packages alone, with linuxproc). Instances with a directory, ports and a
 # prefix of their own live side by side. `down` ends the jobs as well and keeps the accounting; remove the directory to forget.
 set -euo pipefail
@@ -279,9 +280,9 @@ down() {
 
 case ${1:-} in
 up | down) "$1" ;;
-install) install ;;
+install) check && install ;;
 off) off "${2:-}" ;;
 status) running slurmctld && sinfo -o '%.10P %.5a %.10l %.6D %.10T %N' || { echo "minislurm: not running in $dir"; exit 1; } ;;
 env) echo "export SLURM_CONF=$dir/slurm.conf" ;;
-*) sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+*) sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

@@ -8,10 +8,12 @@ bash scripts/setup.sh
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD
 bin=$(realpath "${RLHPC_VENV:-.venv}")/bin
 
-suites=(tests/unit tests/distributed tests/e2e)
+suites=(tests/unit tests/distributed tests/e2e tests/slurm)
 if [[ ${1:-} == --quick ]]; then
     suites=(-n logical --dist worksteal tests/unit)
     shift
+else
+    bash scripts/minislurm.sh install  # refuses, with the reason, where Slurm can't run
 fi
 "$bin/ruff" check --quiet .
 "$bin/ruff" format --check --quiet .

@@ -29,6 +29,7 @@ class Cluster:
     prefix: str
     nodes: int = 4
     extra: str = ""  # further lines of slurm.conf
+    proctrack: str = "cgroup"
 
     @property
     def conf(self) -> Path:
@@ -51,6 +52,7 @@ class Cluster:
             "MINISLURM_PORT": str(self.port),
             "MINISLURM_NODES": str(self.nodes),
             "MINISLURM_PREFIX": self.prefix,
+            "MINISLURM_PROCTRACK": self.proctrack,
         }
         if self.extra:
             path = self.directory.with_name(f"{self.directory.name}.conf")
@@ -226,7 +228,7 @@ def free_ports(count: int) -> int:
     raise AssertionError(f"no {count} free ports in a row between 20000 and 32000")
 
 
-def own_cluster(tag: str, nodes: int = 4, extra: str = "") -> Cluster:
+def own_cluster(tag: str, nodes: int = 4, extra: str = "", proctrack: str = "cgroup") -> Cluster:
     """An instance that meets no other on this machine; not started. `tag` is a small letter or a few."""
     letters = "".join(chr(ord("a") + int(digit)) for digit in str(os.getpid()))
-    return Cluster(Path(f"/tmp/ms-{tag}{letters}"), free_ports(40), f"{tag}{letters}", nodes, extra)
+    return Cluster(Path(f"/tmp/ms-{tag}{letters}"), free_ports(40), f"{tag}{letters}", nodes, extra, proctrack)

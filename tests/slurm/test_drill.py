@@ -1,0 +1,37 @@
+"""A short preemption drill as a user runs it: real training over two nodes, interrupted in three ways."""
+
+import os
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.drill import plan
+from tests.slurm.cluster import ROOT, Cluster
+
+SEED = 493  # preempted while it saves, a rank killed in publish, preempted with grace in an update
+
+
+@pytest.mark.timeout(900)
+def test_short_drill(slurm: Cluster, tmp_path: Path) -> None:
+    environ = slurm.environ(
+        MINISLURM_DIR=str(slurm.directory), MINISLURM_PORT=str(slurm.port), MINISLURM_PREFIX=slurm.prefix,
+        MINISLURM_NODES=str(slurm.nodes), RLHPC_VENV=os.environ.get("RLHPC_VENV", ".venv"),
+    )  # fmt: skip
+    command = ["bash", str(ROOT / "scripts/preemption_drill.sh"), "3", f"--seed={SEED}", "--nodes=2", "--steps=8"]
+    done = subprocess.run(
+        [*command, f"--dir={tmp_path}"], env=environ, capture_output=True, text=True, timeout=850, check=False
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    assert re.search(r"told of its end \(2 events\): 0 finished steps repeated", done.stdout)
+    assert "bitwise: the end of step 8 equals" in done.stdout
+
+
+def test_twenty_events_hit_every_phase_twice_and_every_kind() -> None:
+    events = plan.events(20, random.Random(1))
+    assert sorted(event.phase for event in events) == sorted(2 * plan.PHASES)
+    assert {event.kind for event in events} == {*plan.TOLD, *plan.KILLED}
+    assert [event.kind.told for event in events] == [True, False] * 10
+    assert all(event.kind is not plan.RANK for event in events if event.phase == "start")
