@@ -39,6 +39,8 @@ RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # vLLM's peer-to-peer check needs to see its peers
+    # Ray prints this on the driver at a rank's death, paragraphs before the driver's own error says whose.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "^A worker died or was killed",
     # A node that stopped answering is dead after 3 * (1 + 5) s rather than about a minute.
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "5000",
@@ -46,6 +48,7 @@ RAY_ENVIRONMENT = {
 }
 SHM_SHARE = 0.3  # of the memory limit and of what is free in /dev/shm, for the object store
 MIN_OBJECT_STORE = 80 * 1024**2  # Ray refuses less than 75 MiB
+_MAX_TRIES = 3  # to join: a raylet gives up when its agents take over 15 s, which a busy node or file system may need
 _LOG_LINES = 15
 _LOG_BYTES = 4 * 1024**2  # kept of each of Ray's log files
 _STACK = re.compile(r"\(\+0x[0-9a-f]+\)|^\*\*\* StackTrace")
@@ -96,6 +99,11 @@ class RayNode:
         self._begun = time.time()
         self._limits = limits(os.environ)
         self._object_store = _object_store(spec, self._limits)
+        if self._limits.cpus < (wanted := spec.ranks_per_node * spec.cpus_per_rank):
+            self._print(
+                f"{self._limits.cpus:g} CPUs for {spec.ranks_per_node} ranks of cluster.cpus_per_rank="
+                f"{spec.cpus_per_rank}, which want {wanted}; they will share"
+            )
         self._ports = claim_block(env.job_id, env.node_id)
         self.environment = os.environ | RAY_ENVIRONMENT | {
             TOKEN_VARIABLE: session.token,
@@ -118,14 +126,8 @@ class RayNode:
             "milestones": {"supervisor": self._begun},
         }
         self._write()
-        with (self._logs / "start.log").open("wb") as log:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "rlhpc.cluster.ray_start"],
-                env=self.environment,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        self._tries = 0
+        self._child = self._spawn()
         self._ready = self._up = False  # head.json was published or read; this node is registered
 
     @classmethod
@@ -151,10 +153,14 @@ class RayNode:
         twice a second: it also records when this node's daemons came up and publishes head.json.
 
         Raises ConfigError on the way to joining, as start_head does."""
-        if (code := self._child.poll()) is not None:
-            return self._report(f"Ray ended by itself (exit code {code})")
-        if not self._up and (dead := _dead_daemons(self._child.pid)):
-            return self._report(f"{' and '.join(dead)} ended while Ray started")
+        if (ended := self._ended()) is not None:
+            if self._up or self._env.node_id == 0 or self._tries == _MAX_TRIES:
+                return self._report(ended)
+            self._print(f"{ended}; trying again")
+            self._child.kill()
+            self._child.wait()
+            self._child = self._spawn()
+            self._ready = False
         if (kills := oom_kills()) > self._record["oom_kills"]:
             self._record["oom_kills"] = kills
             self._write()
@@ -184,6 +190,27 @@ class RayNode:
         self._child.wait()
         self._ports.close()
 
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self._tries += 1
+        with (self._logs / "start.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "rlhpc.cluster.ray_start"],
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _ended(self) -> str | None:
+        if (code := self._child.poll()) is not None:
+            return f"Ray ended by itself (exit code {code})"
+        if not self._up and (dead := _dead_daemons(self._child.pid)):
+            return f"{' and '.join(dead)} ended while Ray started"
+        return None
+
+    def _print(self, what: str) -> None:
+        print(f"warning: node {self._name}: {what}", file=sys.stderr, flush=True)
+
     @property
     def _name(self) -> str:
         return f"{self._env.node_name or socket.gethostname()} (SLURM_NODEID {self._env.node_id})"
@@ -210,7 +237,7 @@ class RayNode:
         options = {
             "node-ip-address": interface.ip,
             "temp-dir": self._session.directory,
-            "num-cpus": spec.ranks_per_node * spec.cpus_per_rank,
+            "num-cpus": spec.ranks_per_node,  # Ray starts as many workers at once: one for each rank
             "num-gpus": spec.gpus_per_node,
             "memory": memory,
             "object-store-memory": self._object_store,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlhpc.checkpoint.writer import Writer
 from rlhpc.cluster.attempt import EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, Attempt
+from rlhpc.cluster.ray_node import RAY_ENVIRONMENT
 from rlhpc.cluster.stop import StopFlag, StopRequested, UpdateCut
 from rlhpc.config.load import load_file
 from rlhpc.config.schema import RunConfig
@@ -34,6 +35,7 @@ def run(cfg: RunConfig) -> int:
     stop.install()
     try:
         with run_lock(directory, attempt), Progress(directory, attempt, stop) as progress:
+            os.environ.update(RAY_ENVIRONMENT)  # some of it is read when Ray is imported
             from rlhpc.train.assembly import assembled
             from rlhpc.train.loop import train
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -209,7 +210,7 @@ class RayRanks:
         self.world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
         self._logs = [log_dir / f"rank-{rank:05d}.log" for rank in range(self.world_size)]
         actor = ray.remote(RankWorker)
-        options = {"num_cpus": cfg.cluster.cpus_per_rank, "num_gpus": 1 if device == "cuda" else 0}
+        options = {"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0}
         self._actors = [
             actor.options(**options, resources=placement.resources(rank)).remote(  # type: ignore[attr-defined]
                 cfg, rank, self.world_size, device, placement.master, str(self._logs[rank])
@@ -263,7 +264,8 @@ def first_failure(method: str, errors: dict[int, Any], logs: Sequence[Path]) -> 
 
     for rank, error in errors.items():
         if not isinstance(error, RayTaskError):  # no answer: its process or its node is gone
-            lines = logs[rank].read_text(errors="replace").splitlines()[-20:] if logs[rank].exists() else []
+            text = logs[rank].read_text(errors="replace") if logs[rank].exists() else ""
+            lines = text[text.rfind("\n=== ") + 1 :].splitlines()[-20:]  # of this attempt
             told = [f"rank {rank} died in {method}: {_reason(error)}", f"the end of {logs[rank]}:", *lines]
             return RankLostError("\n".join(told))
     for error in errors.values():
@@ -305,4 +307,7 @@ def _reason(error: Exception) -> str:
             "runs there, or lower actor.ppo_max_token_len_per_gpu, rollout.cpu_kv_cache_gib or trainer.n_gpus_per_node"
         )
     sentences = " ".join(line.strip() for line in str(error).splitlines() if not line.startswith("\t"))
-    return sentences.partition(" Some common causes")[0]
+    sentences = sentences.partition(" Some common causes")[0]
+    if detail := re.search(r"Worker exit detail: (.*)", sentences):
+        return f"its process was killed or crashed ({detail[1].rstrip('.')})"
+    return sentences

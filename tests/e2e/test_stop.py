@@ -4,6 +4,7 @@ ends."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -52,7 +53,6 @@ STOPS = {
     "logprobs": signal.SIGINT,
     "update": signal.SIGUSR2,
     "save": signal.SIGTERM,
-    "publish": signal.SIGINT,
 }
 
 
@@ -80,7 +80,6 @@ def test_stopped_in_every_phase(task: Path, reference: Path, tmp_path: Path) -> 
         expected = {
             "start": newest,
             "restore": newest,
-            "publish": step,
             "validate": step,
             "save": step,
             "generate": step - 1,
@@ -90,6 +89,23 @@ def test_stopped_in_every_phase(task: Path, reference: Path, tmp_path: Path) -> 
         }[phase]
         assert committed(run_dir) == expected, (phase, step)
         assert leftovers() == []
+
+    process = start(arguments, log)
+    in_phase("generate", run_dir, process, log, lambda pid: os.kill(rank_pids(run_dir, 1)[-1], signal.SIGKILL))
+    assert finish(process, log) == 1
+    told = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert told[0].startswith("error: rank 1 died in ") and f"the end of {run_dir / 'logs'}" in told[1]
+    progress = read_json(run_dir / "progress.json")
+    assert progress and progress["outcome"] == "lost" and f"error: {progress['reason']}" == told[0]
+    assert leftovers() == []
+
     run_to_end(arguments, log)
     assert_same_end(run_dir, reference)
-    assert f"resuming after step {expected}" in log.read_text()
+    attempts_with_ranks = len(STOPS) - 1 + 2
+    assert len(rank_pids(run_dir, 0)) == attempts_with_ranks, "one log over all attempts, each with its header"
+
+
+def rank_pids(run_dir: Path, rank: int) -> list[int]:
+    """The rank's processes, one an attempt, as the headers in its log tell."""
+    log = run_dir / "logs" / f"rank-{rank:05d}.log"
+    return [int(pid) for pid in re.findall(rf"^=== .*rank {rank} of 2 on \S+, pid (\d+)$", log.read_text(), re.M)]
