@@ -31,7 +31,7 @@ def local_ray(cluster: ClusterConfig, *, num_ranks: int, num_gpus: int) -> Itera
         with blocked(STOP_SIGNALS):
             ray.init(
                 address="local",
-                num_cpus=num_ranks * cluster.cpus_per_rank,
+                num_cpus=num_ranks,  # Ray starts as many workers at once: one for each rank
                 num_gpus=num_gpus,
                 object_store_memory=cluster.object_store_bytes,
                 include_dashboard=False,

@@ -224,7 +224,7 @@ class ClusterConfig:
     setup: list[str] = field(default_factory=list)  # shell lines before the program, for all nodes: module load cuda
     network_interface: str | None = None  # such as ib0, or a CIDR such as 10.1.0.0/16; None: the route to the head
     start_timeout_s: float = 300.0  # until every node has joined Ray
-    cpus_per_rank: int = 1  # CPUs that Ray reserves for a rank
+    cpus_per_rank: int = 1  # CPUs meant for a rank, asked of Slurm
     threads_per_rank: int = 1  # intra-op threads of torch and the engine
     ray_temp_root: str = "/tmp"  # node-local, short; also keeps what engines compile, for the node's next run
     object_store_bytes: int = 256 * 1024**2  # Ray's shared memory per node
