@@ -18,6 +18,7 @@ for root in ${RLHPC_TEMP_ROOTS:-/tmp}; do options+=(--temp-root "$root"); done
 timeout 20 "$here/admin/cleanup.sh" "${options[@]}" >/dev/null 2>&1
 # shellcheck disable=SC2086
 said=$(timeout 30 "$here/admin/health_check.sh" ${RLHPC_CHECK:-} 2>&1)
-(($? < 2)) && exit 0
+code=$?
+((code == 2 || code == 124)) || exit 0 # critical, or a check that hangs
 "$here/admin/drain.sh" "$SLURMD_NODENAME" "rlhpc prolog: $(grep -m1 CRITICAL <<<"$said" || tail -n1 <<<"$said")"
 exit 1

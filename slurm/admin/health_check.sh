@@ -10,7 +10,8 @@
 #                    arguments nor an environment, so put two lines in front of it, and these into slurm.conf:
 #                      exec /path/to/rlhpc/slurm/admin/health_check.sh --drain --gpus 8
 #                      HealthCheckProgram=/etc/slurm/health_check.sh  HealthCheckInterval=300  HealthCheckNodeState=IDLE
-# One line a check: OK, WARNING, CRITICAL or UNKNOWN, and what was found. Exit code 0, 1, 2 or 3: the worst of them.
+# One line a check: OK, WARNING, CRITICAL or UNKNOWN, and what was found. Exit code 0, 1, 2 or 3: the worst of them, which
+# CRITICAL is. A HealthCheckProgram or a prolog takes a node out of service for CRITICAL alone.
 set -uo pipefail
 here=$(dirname "$(readlink -f "$0")")
 
@@ -29,7 +30,7 @@ while (($#)); do
     shift
 done
 
-names=(OK WARNING CRITICAL UNKNOWN) checks=() levels=() texts=()
+names=(OK WARNING CRITICAL UNKNOWN) severity=(0 1 3 2) checks=() levels=() texts=()
 found() { checks+=("$1") levels+=("$2") texts+=("$3"); } # CHECK LEVEL TEXT
 query() { timeout 5 nvidia-smi "$@" 2>/dev/null; }
 
@@ -39,6 +40,7 @@ slurms_gpus() {
         awk -F: '{ n += $NF } END { print n + 0 }'
 }
 
+# shellcheck disable=SC2016 # the programs are awk's
 check_gpus() {
     local expected=${gpus:-$(slurms_gpus)} listed count bad
     if [[ ${expected:-0} == 0 ]] && { [[ $gpus ]] || ! command -v nvidia-smi >/dev/null; }; then
@@ -59,15 +61,25 @@ check_gpus() {
     else
         found gpu 0 "$count GPUs answer"
     fi
-    bad=$(query --query-gpu=index,ecc.errors.uncorrected.volatile.total --format=csv,noheader,nounits | awk -F', ' '$2 + 0 > 0 { print "GPU " $1 ": " $2 }')
-    if [[ $bad ]]; then found ecc 2 "uncorrected ECC errors since the driver loaded: $bad"; else found ecc 0 "no uncorrected errors"; fi
-    bad=$(query --query-remapped-rows=gpu_bus_id,remapped_rows.pending,remapped_rows.failure --format=csv,noheader,nounits | awk -F', ' '$2 ~ /^(Yes|[1-9])/ || $3 ~ /^(Yes|[1-9])/ { print $1 }')
-    if [[ $bad ]]; then found remap 2 "rows to be remapped, or remapping failed; reset: $bad"; else found remap 0 "no rows to be remapped"; fi
-    bad=$(query --query-gpu=index,clocks_throttle_reasons.hw_slowdown --format=csv,noheader | awk -F', ' '$2 == "Active" { print $1 }')
-    if [[ $bad ]]; then found throttle 1 "slowed down by heat or power: GPU $bad"; else found throttle 0 "no hardware slowdown"; fi
+    check_query ecc 2 '$2 + 0 > 0 { print "GPU " $1 ": " $2 }' "uncorrected errors since the driver loaded" \
+        --query-gpu=index,ecc.errors.uncorrected.volatile.total
+    check_query remap 2 '$2 ~ /^(Yes|[1-9])/ || $3 ~ /^(Yes|[1-9])/ { print $1 }' "rows wait for a reset to be remapped, or can't be" \
+        --query-remapped-rows=gpu_bus_id,remapped_rows.pending,remapped_rows.failure
+    check_query throttle 1 '$2 == "Active" { print "GPU " $1 }' "slowed down by heat or power" \
+        --query-gpu=index,clocks_throttle_reasons.hw_slowdown
     bad=$(query nvlink -s | awk '/^GPU/ { gpu = $2 } /inactive/ { print "GPU " gpu " link " $2 }' | head -n 3)
     if [[ $bad ]]; then found nvlink 1 "inactive: ${bad//$'\n'/, }"; else found nvlink 0 "no inactive link"; fi
     check_gpu_processes
+}
+
+check_query() { # CHECK LEVEL AWK-PROGRAM TEXT NVIDIA-SMI-OPTION: what the program prints of the answer is what is wrong
+    local check=$1 level=$2 program=$3 text=$4 answer bad
+    if ! answer=$(query "$5" --format=csv,noheader,nounits); then
+        found "$check" 3 "nvidia-smi does not tell"
+        return
+    fi
+    bad=$(awk -F', ' "$program" <<<"$answer" | paste -sd, -)
+    if [[ $bad ]]; then found "$check" "$level" "$text: $bad"; else found "$check" 0 "none found"; fi
 }
 
 check_gpu_processes() {
@@ -137,7 +149,7 @@ check_space tmp /tmp "$min_tmp"
 
 worst=0 first=''
 for ((i = 0; i < ${#checks[@]}; i++)); do
-    ((levels[i] > worst)) && worst=${levels[i]} first="${checks[i]}: ${texts[i]}"
+    ((severity[levels[i]] > severity[worst])) && worst=${levels[i]} first="${checks[i]}: ${texts[i]}"
     [[ $json ]] || printf '%-8s  %-14s %s\n' "${names[levels[i]]}" "${checks[i]}" "${texts[i]}"
 done
 if [[ $json ]]; then
