@@ -32,21 +32,35 @@ class StopFlag:
         self.seen_at = 0.0
         self._attempt = attempt
 
-    def install(self) -> None:
-        """Takes over the signals; main thread only, before libraries start threads of their own.
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Takes over the signals meanwhile; main thread only, before libraries start threads of their own.
 
         SIGTERM and SIGUSR2 are held back from every thread that is started from here on, and one of this flag's own
         takes them: libraries such as Ray put handlers in place that would end the process. Processes inherit that, as
         `blocked` says.
         """
-        for number in (*STOP_SIGNALS, signal.SIGINT):
-            signal.signal(number, self._on_signal)  # never ignored, and heard by threads that were there before
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        threading.Thread(target=self._take, name="stop signals", daemon=True).start()
+        ended = threading.Event()
 
-    def _take(self) -> None:
-        while True:
-            self._on_signal(signal.sigwait(STOP_SIGNALS), None)
+        def take() -> None:
+            while number := signal.sigwait(STOP_SIGNALS):
+                if ended.is_set():
+                    return
+                self._on_signal(number, None)
+
+        # Handlers too: a signal must not be ignored, and threads that were there before may be the ones to hear it.
+        before = {number: signal.signal(number, self._on_signal) for number in (*STOP_SIGNALS, signal.SIGINT)}
+        taker = threading.Thread(target=take, name="stop signals", daemon=True)
+        with blocked(STOP_SIGNALS):
+            taker.start()
+            try:
+                yield
+            finally:
+                ended.set()
+                signal.pthread_kill(taker.ident or 0, signal.SIGUSR2)
+                taker.join()
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason is not None:

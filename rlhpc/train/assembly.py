@@ -48,7 +48,7 @@ def assembled(
     progress.plan(total_steps)
     stop.check()
     with ExitStack() as stack:
-        session = stack.enter_context(
+        placement = stack.enter_context(
             attempt_ray(cfg, attempt, waiting=stop.check)
             if attempt
             else local_ray(cfg.cluster, num_ranks=num_ranks, num_gpus=num_ranks if device == "cuda" else 0)
@@ -68,7 +68,7 @@ def assembled(
         if dataset.num_overlong:
             reporter.say(f"{dataset.num_overlong} prompts over data.max_prompt_length are left out")
         reporter.say(f"starting {num_ranks} ranks on {device}; logs in {directory / 'logs'}")
-        workers = RayRanks(cfg, device, session, directory / "logs")
+        workers = RayRanks(cfg, device, placement, directory / "logs")
         stack.callback(workers.close)
         workers.call("start", waiting=stop.check)
         progress.milestone("ranks_ready")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.checkpoint.store import CheckpointStore
-from rlhpc.cluster.stop import StopFlag
+from rlhpc.cluster.stop import StopFlag, UpdateCut
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.cursor import PromptCursor
 from rlhpc.data.dataset import PromptDataset
@@ -149,12 +149,15 @@ class Run:
     def in_time(self, step: int, mini_batches: Sequence[list[TokenSequence]]) -> Iterator[list[TokenSequence]]:
         """The mini-batches of an update. Raises StopRequested before the first one, and UpdateCut after it where the
         update can't be finished before a deadline."""
-        return in_time(
-            mini_batches,
-            self.stop,
-            save_s=self.progress.save_s,
-            part=lambda fraction: self.part(step, "update_actor", fraction),
-        )
+
+        def part(fraction: float) -> None:
+            self.part(step, "update_actor", fraction)
+
+        try:
+            yield from in_time(mini_batches, self.stop, save_s=self.progress.save_s, part=part)
+        except UpdateCut as cut:
+            self.reporter.say(f"{cut}: step {step} is trained again from the last checkpoint")
+            raise
 
     def optimize(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
         """One optimizer step on a mini-batch; its global token and sequence counts normalise the loss."""

@@ -28,7 +28,7 @@ def in_time(
         if done and stop.requested() and not stop.leaves(needed_s):
             raise UpdateCut(
                 f"{stop.reason} with {len(mini_batches) - done} of {len(mini_batches)} mini-batches to go: they and a "
-                f"save take some {needed_s:.0f} s, more than is left, so nothing of the step is kept"
+                f"save take some {needed_s:.0f} s, more than is left"
             )
         begin = time.monotonic()
         yield mini_batch

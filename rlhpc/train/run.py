@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pathlib import Path
 from rlhpc.checkpoint.writer import Writer
 from rlhpc.cluster.attempt import EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, Attempt
 from rlhpc.cluster.ray_node import RAY_ENVIRONMENT
-from rlhpc.cluster.stop import StopFlag, StopRequested, UpdateCut
+from rlhpc.cluster.stop import STOP_SIGNALS, StopFlag, StopRequested, UpdateCut
 from rlhpc.config.load import load_file
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError, RlhpcError
@@ -32,9 +33,12 @@ def run(cfg: RunConfig) -> int:
     directory = Path(cfg.run_dir).absolute()
     attempt = Attempt.current(os.environ)
     stop = StopFlag(attempt)
-    stop.install()
     try:
-        with run_lock(directory, attempt), Progress(directory, attempt, stop) as progress:
+        with (
+            stop.installed(),
+            run_lock(directory, attempt),
+            Progress(directory, attempt, stop) as progress,
+        ):
             os.environ.update(RAY_ENVIRONMENT)  # some of it is read when Ray is imported
             from rlhpc.train.assembly import assembled
             from rlhpc.train.loop import train
@@ -78,6 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python -m rlhpc.train.run RUN_DIR     trains as RUN_DIR/config.yaml says", file=sys.stderr)
         return EXIT_USAGE
     directory = Path(arguments[0]).absolute()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # also after the run: the exit code must tell how it ended
     try:
         cfg = load_file(directory / "config.yaml")
         cfg.run_dir = str(directory)  # it may have been moved
