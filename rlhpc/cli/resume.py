@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.identity import RUN_NAME, free
+from rlhpc.cli.runs import SETTINGS
 from rlhpc.cluster.attempt import read_json
 from rlhpc.config.load import diff, load, load_file
 from rlhpc.config.schema import RunConfig
@@ -21,7 +22,7 @@ Change = tuple[str, Any, Any]  # key, old value, new value
 def settings_of(directory: Path) -> RunConfig:
     """What a run was started with last, by config.yaml (written for jobs) or run.json (by every driver), whichever is
     newer. Raises ConfigError where neither is."""
-    files = [path for name in ("config.yaml", RUN_NAME) if (path := directory / name).is_file()]
+    files = [path for name in SETTINGS if (path := directory / name).is_file()]
     if not files:
         raise ConfigError(
             f"{directory} holds no run (neither config.yaml nor {RUN_NAME}); give the run_dir of one, or start it: "

@@ -12,15 +12,19 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from yaml import YAMLError, safe_load
+
 from rlhpc.checkpoint.manifest import committed_steps
 from rlhpc.cluster.attempt import past_attempts, read_json
 from rlhpc.errors import ConfigError
 
+SETTINGS = ("config.yaml", "run.json")  # written by a submission, and by every driver
 OUTPUTS = "outputs"  # below it lie run directories, unless run_dir says otherwise
 MAX_DEPTH = 5  # of a run directory below the place that is searched
 JOB_ID = re.compile(r"\d+(?:_\d+)?")
@@ -35,16 +39,13 @@ class Run:
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """The configuration, {} where there is none to read."""
-        identity = read_json(self.directory / "run.json")
-        if identity is not None:
-            return dict(identity.get("config", {}))
-        import yaml
-
-        try:
-            return dict(yaml.safe_load((self.directory / "config.yaml").read_text()) or {})
-        except (OSError, yaml.YAMLError):
-            return {}
+        """The configuration of the last submission or start, {} where there is none to read."""
+        files = (path for name in SETTINGS if (path := self.directory / name).is_file())
+        for path in sorted(files, key=_modified, reverse=True):
+            with suppress(OSError, ValueError, YAMLError):
+                text = path.read_text()
+                return dict(json.loads(text)["config"] if path.suffix == ".json" else safe_load(text) or {})
+        return {}
 
     @cached_property
     def progress(self) -> Mapping[str, Any]:
@@ -120,7 +121,7 @@ class Run:
 
 def is_run(directory: Path) -> bool:
     """Whether a run began here, or is about to."""
-    return any((directory / name).is_file() for name in ("config.yaml", "run.json", "progress.json"))
+    return any((directory / name).is_file() for name in (*SETTINGS, "progress.json"))
 
 
 def find_runs(root: Path, depth: int = MAX_DEPTH) -> Iterator[Run]:
@@ -163,7 +164,11 @@ def tail_rows(path: Path, num_bytes: int = TAIL_BYTES) -> list[dict[str, Any]]:
             lines = file.read().split(b"\n")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines[size > num_bytes : -1]]
+    rows = []
+    for line in lines[size > num_bytes : -1]:
+        with suppress(ValueError):  # a power failure may have left anything
+            rows.append(json.loads(line))
+    return rows
 
 
 def _modified(path: Path) -> float:

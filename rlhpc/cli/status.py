@@ -21,7 +21,8 @@ from rlhpc.cli.wording import attempt_details, attempt_end, clock, why_pending
 from rlhpc.cluster.slurm import JobRecord
 from rlhpc.metrics.console import ETA_WINDOW, duration
 
-PIPED_WIDTH = 240  # columns; a file or a pipe has none of its own
+PIPED_WIDTH = 1000  # columns: in a file or a pipe a run stays on one line
+WAITING = ("pending", "held")
 COLOURS = {
     "running": "green", "finished": "bold green", "pending": "yellow", "held": "bold yellow", "failed": "bold red",
     "killed": "bold red", "cancelled": "magenta",
@@ -73,6 +74,8 @@ def status(argument: str | None, *, as_json: bool = False) -> None:
     runs, jobs = look(argument)
     statuses = [status_of(run, jobs) for run in runs]
     if as_json:
+        if jobs.problem:
+            print(jobs.problem, file=sys.stderr)
         print(json.dumps([asdict(status) for status in statuses], indent=1))
         return
     out = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PIPED_WIDTH, emoji=False)
@@ -119,7 +122,7 @@ def status_of(run: Run, jobs: Jobs) -> Status:
         why=why,
         job_id=run.job_id,
         slurm_state=record.state if record else None,
-        attempt=max(1, len(run.attempts) + (state in ("running", "ending", "pending", "held"))),
+        attempt=max(1, len(run.attempts) + (active or state in WAITING)),
         nodes=list(record.nodes if record and active else last.get("nodes") or []),
         phase=now_doing.get("phase"),
         phase_s=now - now_doing["since"] if now_doing else None,
@@ -129,7 +132,7 @@ def status_of(run: Run, jobs: Jobs) -> Status:
         reward=run.rows[-1].get("critic/score/mean") if run.rows else None,
         checkpoint_step=checkpoint,
         checkpoint_age_s=None if checkpoint is None else now - run.checkpoints[checkpoint].stat().st_mtime,
-        eta_s=fmean(times) * (total - step) if times and total and state not in ("finished", "cancelled") else None,
+        eta_s=fmean(times) * (total - step) if times and total and (active or state in WAITING) else None,
         ended_attempts=[dict(line) for line in run.attempts],
         next=_next(run, state, record),
     )
@@ -156,6 +159,12 @@ def judge(run: Run, jobs: Jobs) -> tuple[str, str]:
 
 
 def _judge_live(run: Run, record: JobRecord) -> tuple[str, str]:
+    if record.held and record.text("Comment") is None and run.attempts and run.attempts[-1].get("held"):
+        again = f"scontrol release {run.job_id} lets it run"
+        return (
+            "held",
+            f"its last attempts ended without a newer checkpoint (launch.max_attempts_without_progress); {again}",
+        )
     if record.pending:
         return "held" if record.held else "pending", why_pending(record, str(run.job_id))
     if record.completing:
