@@ -45,6 +45,8 @@ def drill(cluster: Cluster, directory: Path, shape: Shape, events: list[plan.Eve
     reference = Run(cluster, task, directory / "reference", shape, "high")
     if (state := cluster.wait_end(reference.job, PATIENCE_S)) != "COMPLETED":
         raise SystemExit(f"the uninterrupted run ended as {state}\n{reference.log()[-5000:]}")
+    if restarts := cluster.restarts(reference.job):
+        print(f"the undisturbed run lost {restarts} attempts by itself")
     expected_s = reference.expected_s()
     print("seconds per phase, undisturbed: " + ", ".join(f"{k} {v:.3f}" for k, v in sorted(expected_s.items())))
 
@@ -82,12 +84,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the events (default 0)")
     parser.add_argument("--nodes", type=int, default=3, help="of the job (default 3)")
     parser.add_argument("--ranks", type=int, default=1, help="per node (default 1)")
-    parser.add_argument("--steps", type=int, help="of the run (default 2 N + 4)")
+    parser.add_argument("--steps", type=int, help="of the run (default 3 N + 4)")
     parser.add_argument("--json", type=Path, help="where to write events and attempts")
     parser.add_argument("--dir", type=Path, help="where the runs go, and stay (default: a temporary directory)")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    shape = Shape(arguments.nodes, arguments.ranks, arguments.steps or 2 * arguments.events + 4)
+    shape = Shape(arguments.nodes, arguments.ranks, arguments.steps or 3 * arguments.events + 4)
     directory = arguments.dir or Path(tempfile.mkdtemp(prefix="rlhpc-drill-"))
     directory.mkdir(parents=True, exist_ok=True)
     with cluster_of(arguments.nodes) as cluster:

@@ -25,8 +25,8 @@ from tests.slurm.cluster import Cluster
 SAVE_FREQ = 2
 STOP_LEAD_S = 120
 TIME_LIMIT_MIN = 60
-SHORT_S = 0.05  # a phase that is over before a look at progress.json has told of it
-SLICE_S = 0.0004
+SHORT_S = 0.3  # a phase that may be over before it is noticed and the driver held still in it
+SLICE_S = 0.0005
 PATIENCE_S = 600.0
 BEFORE = {
     "publish": ("restore", "update"),
@@ -114,12 +114,15 @@ class Run:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def expected_s(self) -> dict[str, float]:
-        """Median seconds of every phase, from a run's metrics."""
+        """Median seconds of every phase, from what an undisturbed run left."""
         seconds: dict[str, list[float]] = {}
         for row in rows(self.directory):
             for timer, phase in TIMERS.items():
                 if (taken := row.get(f"timing_s/{timer}")) is not None and timer != "ref":
                     seconds.setdefault(phase, []).append(taken)
+        state = read_json(self.directory / "progress.json") or {}
+        ready, restored = state["milestones"]["ranks_ready"], state["milestones"]["restored"]
+        seconds |= {"start": [ready - state["started"]], "restore": [restored - ready]}
         # Where nothing was due, as in most steps' validation, the phase was entered all the same.
         return {phase: statistics.median([s for s in taken if s > max(taken) / 10]) for phase, taken in seconds.items()}
 
@@ -177,11 +180,11 @@ class Run:
                 return None
             due = event.phase in ("start", "restore") or state["step"] >= first_step
             if due and state["phase"] == event.phase:
-                time.sleep(0 if short else event.fraction * expected_s)
+                time.sleep(event.fraction * expected_s)
                 if held := self._held(attempt, event.phase):
                     return held
             elif due and short and state["phase"] in before:
-                if held := self._slowly(attempt, state["phase"], event.phase):
+                if held := self._slowly(attempt, event, expected_s):
                     return held
             elif state["phase"] not in ("start", "restore") and event.phase in ("start", "restore"):
                 return self._missed(attempt)
@@ -201,16 +204,23 @@ class Run:
         signalled(state["pid"], signal.SIGCONT)
         return None
 
-    def _slowly(self, attempt: Attempt, before: str, phase: str) -> dict[str, Any] | None:
-        """Runs the driver in slices from the phase before into a short one; None when that slipped through."""
-        pid = self.progress(attempt).get("pid", 0)
-        while (state := self.progress(attempt)).get("phase") == before and signalled(pid, signal.SIGCONT):
+    def _slowly(self, attempt: Attempt, event: Event, expected_s: float) -> dict[str, Any] | None:
+        """Lets the driver run in slices from the phase before a short one into it; None when that slipped through."""
+        state, ran = self.progress(attempt), 0.0
+        before = state["phase"]
+        while state["phase"] in (before, event.phase) and (
+            state["phase"] == before or ran < event.fraction * expected_s
+        ):
+            ran += SLICE_S * (state["phase"] == event.phase)
+            if not signalled(state["pid"], signal.SIGCONT):
+                return None
             time.sleep(SLICE_S)
-            signalled(pid, signal.SIGSTOP)
+            signalled(state["pid"], signal.SIGSTOP)
             time.sleep(SLICE_S)
-        if state.get("phase") == phase:
+            state = self.progress(attempt)
+        if state["phase"] == event.phase:
             return state
-        signalled(pid, signal.SIGCONT)
+        signalled(state["pid"], signal.SIGCONT)
         return None
 
     def _missed(self, attempt: Attempt) -> None:
