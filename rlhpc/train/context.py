@@ -156,7 +156,8 @@ class Run:
         try:
             yield from in_time(mini_batches, self.stop, save_s=self.progress.save_s, part=part)
         except UpdateCut as cut:
-            self.reporter.say(f"{cut}: step {step} is trained again from the last checkpoint")
+            newest = max(self.store.steps(), default=0)
+            self.reporter.say(f"{cut}: nothing of step {step} is kept, the run goes on after step {newest}")
             raise
 
     def optimize(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def command(task: Path, run_dir: Path, *overrides: str) -> list[str]:
     return [sys.executable, str(ROOT / "launch/run.py"), "experiment=tiny_arithmetic", *chosen, *overrides]
 
 
-def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start(arguments: list[str], log: Path, **environ: str) -> subprocess.Popen[bytes]:
     """The command in a process group of its own, as a shell would start it."""
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -75,7 +76,7 @@ def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=dict(os.environ),
+            env={**os.environ, **environ},
         )
 
 
@@ -143,4 +144,5 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
 def leftovers() -> list[str]:
     """Sessions of this user whose driver is gone; other runs on the machine may be alive."""
     root = Path(f"/tmp/rlhpc-{os.getuid()}")
-    return sorted(str(p) for p in root.iterdir() if not alive(p)) if root.exists() else []
+    sessions = [path for path in root.glob("*") if re.fullmatch(r"[0-9a-f]{8}", path.name)]
+    return sorted(str(path) for path in sessions if not alive(path))

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.store import CheckpointStore
-from rlhpc.cluster.attempt import read_json
-from tests.e2e.runs import assert_same_end, command, finish, leftovers, run_to_end, start
+from rlhpc.cluster.attempt import Attempt, StopNotice, read_json
+from rlhpc.cluster.submission import prepare
+from rlhpc.config.load import load_file
+from tests.e2e.runs import ROOT, assert_same_end, command, finish, leftovers, run_to_end, start
 
 
 def in_phase(
@@ -26,7 +30,7 @@ def in_phase(
     def progress() -> dict[str, Any] | None:
         found = read_json(run_dir / "progress.json")
         parts = phase in ("generate", "validate", "update")
-        there = found and found["phase"] == phase and (found["fraction"] > 0 or not parts)
+        there = found and found["phase"] == phase and (0 < found["fraction"] < 0.8 or not parts)
         return found if there and found["outcome"] == "running" else None
 
     deadline = time.monotonic() + 240
@@ -109,3 +113,46 @@ def rank_pids(run_dir: Path, rank: int) -> list[int]:
     """The rank's processes, one an attempt, as the headers in its log tell."""
     log = run_dir / "logs" / f"rank-{rank:05d}.log"
     return [int(pid) for pid in re.findall(rf"^=== .*rank {rank} of 2 on \S+, pid (\d+)$", log.read_text(), re.M)]
+
+
+def test_an_update_that_does_not_fit_before_the_deadline_is_cut(task: Path, tmp_path: Path) -> None:
+    """An attempt on one node: the supervisor, Ray's daemons, the driver, and a stop.json as after Slurm's warning."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    arguments = command(task, run_dir, "trainer.save_freq=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
+    composed = subprocess.run([*arguments, "--cfg", "job"], cwd=ROOT, capture_output=True, text=True, check=True)
+    (tmp_path / "config.yaml").write_text(composed.stdout)
+    prepare(load_file(tmp_path / "config.yaml"))
+    attempt = Attempt(run_dir, "4711", 0)
+    attempt.create(secrets.token_hex(32))
+
+    def warn(pid: int) -> None:
+        now = time.time()
+        attempt.notify(StopNotice("time_limit", "SIGUSR2", now, deadline=now))
+        while not stop_signal_waits(pid):  # the supervisor has sent it
+            time.sleep(0.01)
+
+    process = start(
+        [sys.executable, "-m", "rlhpc.cluster.node", str(run_dir)],
+        log,
+        PYTHONPATH=str(ROOT),
+        SLURM_JOB_ID="4711",
+        SLURM_JOB_NUM_NODES="1",
+        SLURM_JOB_NODELIST="localhost",
+        SLURMD_NODENAME="localhost",
+    )
+    seen = in_phase("update", run_dir, process, log, warn)
+    assert finish(process, log) == 0
+    ending, progress = attempt.ending(), read_json(run_dir / "progress.json")
+    assert ending and (ending.outcome, ending.exit_code) == ("stopped", 75), log.read_text()[-3000:]
+    assert progress and progress["stop"]["phase"] == "update"
+    step = seen["step"]
+    assert committed(run_dir) == (step - 1 or -1), "step 0 is the model itself, and not saved"
+    assert re.search(rf"SIGTERM with \d of 8 mini-batches to go.*nothing of step {step} is kept", log.read_text())
+    assert leftovers() == []
+
+
+def stop_signal_waits(pid: int) -> bool:
+    """Whether SIGTERM is pending for a process that is held still."""
+    pending = re.search(r"^ShdPnd:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    assert pending
+    return bool(int(pending[1], 16) & 1 << (signal.SIGTERM - 1))
