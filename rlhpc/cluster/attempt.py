@@ -4,13 +4,14 @@
     <run_dir>/STOP                    written by `rlhpc cancel`: nobody requeues this run
     <run_dir>/attempts.jsonl          one line for each ended attempt
     <run_dir>/progress.json           what the driver does now
-    <run_dir>/attempts/<job>-<n>/     mode 0700; <job> is Slurm's id (A_a for an array's task), <n> its restart count
+    <run_dir>/attempts/<job>-<n>/     mode 0700; <job> is Slurm's id (A_a for an array's task), <n> its try
         start.json                    when and on which nodes it began, and from which checkpoint
         ray_token                     mode 0600; lets a process into this attempt's Ray, and into no other
         head.json                     where Ray's head listens; appears whole, once it can be joined
         node-<id>.json                what node <id> is: host, address, ports, session
         stop.json                     why and until when: there before the driver hears of a stop; the deadline may move
                                       later, as the scheduler moves it
+        link.json                     where node 0 listens for the other nodes' supervisors
         left-<id>.json                when node <id> had taken everything of the attempt away
         end.json                      how it ended, by the node that saw it first; every node leaves when it appears
 
@@ -64,7 +65,8 @@ class Ending:
 
 @dataclass(frozen=True)
 class Attempt:
-    """`job_id` as scontrol takes it, A_a for an array's task; `restart` is 0 for the first try of a job."""
+    """`job_id` as scontrol takes it, A_a for an array's task; `restart` is the job's restart count, or more where the
+    job was at this run before without being requeued."""
 
     run_dir: Path
     job_id: str

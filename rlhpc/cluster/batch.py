@@ -18,6 +18,7 @@ Standard library only.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import secrets
@@ -29,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlhpc.cluster import ledger, slurm
 from rlhpc.cluster.attempt import (
@@ -80,6 +82,8 @@ def judge(
             return Verdict("cancelled", "leave", "the job was cancelled")
     if outcome == "failed":
         return Verdict(outcome, "leave", "another attempt would fail too")
+    if record is not None and not record.batch:
+        return Verdict(outcome, "leave", "the same command goes on from the last checkpoint")
     if record is not None and not record.requeue:
         return Verdict(outcome, "leave", "the job was submitted with --no-requeue; submit it again to go on")
     if stuck:
@@ -106,7 +110,7 @@ class Batch:
     def run(self) -> int:
         """The exit code of the job."""
         self._begin()
-        if stuck := ledger.loop_reason(list(past_attempts(self.attempt.run_dir)), self._max_without_progress):
+        if stuck := self._stuck([]):
             return self._conclude(self.attempt.end(Ending("lost", EXIT_FAILED, "not started")), stuck)
         with suppress(SlurmError):
             self._kill_wait_s = slurm.kill_wait_s(timeout_s=ANSWER_S)
@@ -156,7 +160,7 @@ class Batch:
             record = slurm.show_job(other.job_id)
         except SlurmError:
             return False
-        return record is not None and record.running and record.restarts == other.restart
+        return record is not None and record.live
 
     def _wait(self, srun: subprocess.Popen[bytes]) -> None:
         """Until srun has ended, or Slurm is about to kill this script."""
@@ -164,6 +168,8 @@ class Batch:
         last_call = leave_by = float("inf")
         while srun.poll() is None and time.time() < last_call:
             if name := hear(TICK_S):
+                if heard and name == "SIGINT":
+                    leave_by = 0.0  # a second Ctrl-C
                 heard = heard or (time.time(), name)
                 last_call = min(last_call, self._on_signal())
             if heard and time.time() > heard[0] + RELAY_AFTER_S and self.attempt.stop_notice() is None:
@@ -203,8 +209,9 @@ class Batch:
         finished = ending is not None and ending.outcome == "finished"
         record = None if finished else self._record_patiently()
         if not stuck and record is not None:
-            own = ledger.summary(self.attempt, ending, outcome="lost", requeued=False, held=False)
-            stuck = ledger.loop_reason([*past_attempts(self.attempt.run_dir), own], self._max_without_progress)
+            outcome = ending.outcome if ending else "lost"
+            own = ledger.summary(self.attempt, ending, outcome=outcome, requeued=False, held=False)
+            stuck = self._stuck([own])
         verdict = judge(ending, record, self.env.restart, stop_asked=self._stop_asked(), stuck=stuck)
         if verdict.act == "requeue":
             self._requeue()
@@ -218,6 +225,11 @@ class Batch:
             say(f"{ending.outcome} on {ending.node or self.env.node_name}: {ending.headline}")
         say(f"== rlhpc attempt {self.attempt.name} {verdict.outcome}; {'held: ' if held else ''}{verdict.why}")
         return ending.exit_code if ending else EXIT_STOPPED
+
+    def _stuck(self, own: list[dict[str, Any]]) -> str | None:
+        """Why another attempt would get no further, None while it may."""
+        lines = [*past_attempts(self.attempt.run_dir), *own]
+        return ledger.loop_reason(lines, self.env.job_id, self._max_without_progress)
 
     def _requeue(self, hold: str | None = None) -> None:
         """Asks until Slurm has done it: an exit before that would end the job for good."""
@@ -279,7 +291,7 @@ def step(env: SlurmEnv, on: Sequence[str]) -> list[str]:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{text}\n")
 
 
 def run_dir_of(array_list: Path, env: SlurmEnv) -> Path:
@@ -293,6 +305,12 @@ def run_dir_of(array_list: Path, env: SlurmEnv) -> Path:
     return Path(lines[env.array_task])
 
 
+def next_attempt(run_dir: Path, env: SlurmEnv) -> Attempt:
+    """Named by the job's restart count; where that one is taken, as inside salloc, by the next number."""
+    numbers = itertools.count(env.restart)
+    return next(new for new in (Attempt(run_dir, env.job_id, n) for n in numbers) if not new.directory.exists())
+
+
 def main() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, ABSORBED)
     parser = argparse.ArgumentParser(prog="python -m rlhpc.cluster.batch", description="Runs one attempt of a job.")
@@ -304,7 +322,7 @@ def main() -> int:
         run_dir = run_dir_of(arguments.array_list, env) if arguments.array_list else arguments.run_dir
         if run_dir is None:
             parser.error("a run directory or --array-list is needed")
-        return Batch(Attempt(run_dir.absolute(), env.job_id, env.restart), env, program).run()
+        return Batch(next_attempt(run_dir.absolute(), env), env, program).run()
     except RlhpcError as error:
         say(f"error: {error}")
         return EXIT_USAGE

@@ -16,9 +16,6 @@ from typing import Any
 
 from rlhpc.cluster.attempt import Attempt, Ending, past_attempts, read_json
 
-# Ends that say nothing about the run: others wanted the nodes, or somebody asked.
-NOT_ITS_FAULT = {"preempted", "requeued", "signal", "cancelled"}
-
 
 def summary(attempt: Attempt, ending: Ending | None, *, outcome: str, requeued: bool, held: bool) -> dict[str, Any]:
     """The attempt's line, from its files and the driver's progress."""
@@ -79,25 +76,28 @@ def unrecorded(own: Attempt) -> list[Attempt]:
     return found
 
 
-def without_progress(lines: Iterable[dict[str, Any]]) -> int:
-    """How many of the last attempts in a row ended by themselves, or used all their time, without a newer checkpoint.
+def without_progress(lines: Iterable[dict[str, Any]], job_id: str) -> int:
+    """How many of a job's last attempts in a row failed, or used up their time, without a newer checkpoint.
 
-    Those that others ended count neither way. After a line that says `held` the count begins anew: somebody has looked.
+    Those that others ended count neither way. A line that says `held`, or is another job's, ends the count: somebody
+    has looked since.
     """
     count = 0
     for line in reversed(list(lines)):
-        if line["held"] or (line["checkpoint_step"] or 0) > (line["resumed_from_step"] or 0):
+        progress = (line["checkpoint_step"] or 0) > (line["resumed_from_step"] or 0)
+        if progress or line["held"] or line["job_id"] != job_id or line["outcome"] == "finished":
             break
-        count += line["cause"] not in NOT_ITS_FAULT
+        count += line["outcome"] == "failed" or line["cause"] == "time_limit" or not line["cause"]
     return count
 
 
-def loop_reason(lines: Sequence[dict[str, Any]], limit: int) -> str | None:
-    """Why no further attempt should start, None while one should."""
-    if (count := without_progress(lines)) < limit:
+def loop_reason(lines: Sequence[dict[str, Any]], job_id: str, limit: int) -> str | None:
+    """Why no further attempt of a job should start, None while one should."""
+    if (count := without_progress(lines, job_id)) < limit:
         return None
     last = lines[-1]
+    end = f"{last['outcome']} at its {last['cause'].replace('_', ' ')}" if last["cause"] else last["outcome"]
     return (
         f"{count} attempts in a row ended without a newer checkpoint than step {last['checkpoint_step'] or 0}, "
-        f"the last: {last['reason'] or last['outcome']}"
+        f"the last: {last['reason'] or end}"
     )

@@ -113,6 +113,11 @@ class JobRecord:
         return self.fields.get("Requeue") == "1"
 
     @property
+    def batch(self) -> bool:
+        """Whether it has a script to start again; salloc's jobs have none."""
+        return self.fields.get("BatchFlag") != "0"
+
+    @property
     def end_time(self) -> float | None:
         return self.time("EndTime")
 

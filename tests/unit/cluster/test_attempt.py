@@ -54,6 +54,7 @@ def test_files_are_private_and_the_first_word_stands(attempt: Attempt) -> None:
 
 def line(**changes: Any) -> dict[str, Any]:
     base = {
+        "job_id": "7",
         "outcome": "lost",
         "cause": None,
         "reason": "x",
@@ -65,19 +66,28 @@ def line(**changes: Any) -> dict[str, Any]:
 
 
 def test_attempts_without_progress_are_counted() -> None:
+    def count(*lines: dict[str, Any]) -> int:
+        return ledger.without_progress(lines, "7")
+
     progress = line(checkpoint_step=6)
-    assert ledger.without_progress([]) == 0
-    assert ledger.without_progress([progress, line(), line()]) == 2
-    assert ledger.without_progress([line(), progress]) == 0
+    assert count() == 0
+    assert count(progress, line(), line()) == 2
+    assert count(line(), progress) == 0
     # ended by others: counts neither way; a time that is too short for a step counts
-    assert ledger.without_progress([line(), line(cause="preempted"), line(cause="time_limit")]) == 2
-    assert ledger.without_progress([line(), line(held=True), line()]) == 1
-    assert ledger.without_progress([line(resumed_from_step=None, checkpoint_step=None)]) == 1
-    assert ledger.without_progress([line(resumed_from_step=None, checkpoint_step=2)]) == 0
-    assert ledger.loop_reason([line(), line()], 3) is None
-    assert ledger.loop_reason([line(), line(reason="rank 1 died")], 2) == (
+    asked = line(outcome="stopped", cause="preempted")
+    assert count(line(), asked, line(outcome="stopped", cause="time_limit")) == 2
+    # somebody has looked: after a hold, and when another job goes on
+    assert count(line(), line(held=True), line()) == 1
+    assert count(line(job_id="6"), line()) == 1
+    assert count(line(), line(outcome="finished")) == 0
+    assert count(line(resumed_from_step=None, checkpoint_step=None)) == 1
+    assert count(line(resumed_from_step=None, checkpoint_step=2)) == 0
+    assert ledger.loop_reason([line(), line()], "7", 3) is None
+    assert ledger.loop_reason([line(), line(reason="rank 1 died")], "7", 2) == (
         "2 attempts in a row ended without a newer checkpoint than step 4, the last: rank 1 died"
     )
+    late = line(outcome="stopped", cause="time_limit", reason=None)
+    assert (ledger.loop_reason([late, late], "7", 2) or "").endswith("the last: stopped at its time limit")
 
 
 def test_a_killed_attempt_gets_its_line_from_its_files(attempt: Attempt, tmp_path: Path) -> None:
@@ -112,8 +122,9 @@ def test_a_killed_attempt_gets_its_line_from_its_files(attempt: Attempt, tmp_pat
     assert (fresh["checkpoint_step"], fresh["phase_at_stop"], fresh["save_s"]) == (None, None, None)
 
 
-def record(state: str, restarts: int, reason: str = "None", requeue: str = "1") -> JobRecord:
-    return JobRecord({"JobState": state, "Restarts": str(restarts), "Reason": reason, "Requeue": requeue})
+def record(state: str, restarts: int, reason: str = "None", requeue: str = "1", batch: str = "1") -> JobRecord:
+    fields = {"JobState": state, "Restarts": str(restarts), "Reason": reason, "Requeue": requeue, "BatchFlag": batch}
+    return JobRecord(fields)
 
 
 STOPPED, LOST, FAILED = Ending("stopped", 75), Ending("lost", 1), Ending("failed", 2)
@@ -131,6 +142,7 @@ STOPPED, LOST, FAILED = Ending("stopped", 75), Ending("lost", 1), Ending("failed
         (STOPPED, record("CANCELLED", 0), {}, "cancelled", "leave"),
         (STOPPED, record("RUNNING", 0), {"stop_asked": True}, "cancelled", "leave"),
         (STOPPED, record("RUNNING", 0, requeue="0"), {}, "stopped", "leave"),
+        (STOPPED, record("RUNNING", 0, batch="0"), {}, "stopped", "leave"),  # salloc
         (LOST, record("RUNNING", 0), {}, "lost", "requeue"),
         (None, record("RUNNING", 0), {}, "lost", "requeue"),
         (LOST, record("RUNNING", 0), {"stuck": "twice"}, "lost", "hold"),
