@@ -44,9 +44,8 @@ def take_steps(run_dir: Path, num_steps: int, seconds: float, progress: Progress
 def main(run_dir: Path, num_steps: int, seconds: float) -> int:
     attempt = Attempt.current(os.environ)
     stop = StopFlag(attempt)
-    stop.install()
     try:
-        with Progress(run_dir, attempt, stop) as progress:
+        with stop.installed(), Progress(run_dir, attempt, stop) as progress:
             take_steps(run_dir, num_steps, seconds, progress, stop)
     except StopRequested:
         return EXIT_STOPPED
