@@ -1,4 +1,4 @@
-"""The stop flag: signals set it, the driver alone reads it, between chunks of generation and between phases."""
+"""The stop flag: signals set it, the driver alone reads it, in every phase, and tells the ranks."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class RolloutConfig:
     enable_prefix_caching: bool = True  # the n samples of a prompt share its KV cache
     free_cache_engine: bool = True  # sleep between rollouts (GPU)
     cpu_kv_cache_gib: float = 0.5  # CPU only: KV cache per rank, GiB
-    chunk_prompts: int = 0  # prompts per generate call, between which the driver may stop; 0: one call
+    chunk_prompts: int = 0  # prompts per generate call, between which progress is told; 0: one call
     log_prob_max_token_len_per_gpu: int | None = None  # tokens per microbatch; None: the actor's budget
     log_prob_micro_batch_size_per_gpu: int | None = None  # trajectories; None: by token budget alone
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)

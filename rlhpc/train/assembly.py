@@ -78,7 +78,7 @@ def assembled(
             directory=directory,
             dataset=dataset,
             cursor=cursor,
-            ranks=Ranks(workers),
+            ranks=Ranks(workers, stop.requested),
             scorer=scorer,
             validation=Validation(cfg, held_out, scorer, directory / "val_generations"),
             store=CheckpointStore(

@@ -73,7 +73,7 @@ class Run:
 
     def validate(self, state: TrainState) -> TrainState:
         """The state with validation metrics in its record, where due and not restored with the state. Raises
-        StopRequested between chunks: the run that goes on validates again."""
+        StopRequested: the run that goes on validates again."""
         if not self.validation.due(state.step, self.total_steps) or any(
             name.startswith("val-core/") for name in state.record
         ):
@@ -101,7 +101,7 @@ class Run:
             ) from error
 
     def generate(self, prompts: Sequence[Prompt], seed: int, step: int) -> list[Completion]:
-        """n completions per prompt, watching the stop flag between chunks."""
+        """n completions per prompt. Raises StopRequested."""
         rollout = self.cfg.actor_rollout_ref.rollout
 
         def between_chunks(fraction: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -109,10 +109,16 @@ class RolloutEngine(WeightSink, Protocol):
     def num_replicas(self) -> int: ...
 
     def generate(
-        self, prompts: Sequence[tuple[int, Sequence[int]]], sampling: SamplingSpec, *, seed: int
+        self,
+        prompts: Sequence[tuple[int, Sequence[int]]],
+        sampling: SamplingSpec,
+        *,
+        seed: int,
+        interrupted: Callable[[], bool],
     ) -> tuple[list[Completion], int]:
         """Samples n completions for each (prompt_id, token_ids). Returns them (prompt-major) and a digest of all
-        tokens, which must agree between the ranks of a replica. `seed` identifies run and step."""
+        tokens, which must agree between the ranks of a replica. `seed` identifies run and step. `interrupted` is asked
+        now and then; once it says so on any rank of the replica, all return no completions and never generate again."""
         ...
 
     def sleep(self) -> None: ...

@@ -28,12 +28,17 @@ class Caller(Protocol):
         **common: Any,
     ) -> list[Any]: ...
 
+    def interrupt(self) -> None:
+        """Has ranks that generate leave it with no completions, for good."""
+        ...
+
 
 class Ranks:
     """Trainer and engine of the whole world as one object. Arrays in, arrays out, in the caller's order."""
 
-    def __init__(self, caller: Caller) -> None:
-        self._caller = caller
+    def __init__(self, caller: Caller, stopping: Callable[[], bool]) -> None:
+        """`stopping` says whether the run is to stop: then nobody waits for the end of a generation."""
+        self._caller, self._stopping, self._interrupted = caller, stopping, False
         places = caller.call("describe")
         self._dp_ranks = [int(place["dp_rank"]) for place in places]
         self._replicas = [int(place["replica_rank"]) for place in places]
@@ -50,8 +55,8 @@ class Ranks:
         chunk_prompts: int,
         between_chunks: Callable[[float], None],
     ) -> list[Completion]:
-        """n completions per prompt, prompt-major. `between_chunks(fraction done)` may raise to stop. `chunk_prompts` 0:
-        all at once."""
+        """n completions per prompt, prompt-major. `chunk_prompts` 0: all at once. `between_chunks(fraction done)` must
+        raise once the run is to stop: what an interrupted chunk leaves is no result."""
         size = chunk_prompts or len(prompts)
         completions: list[Completion] = []
         for begin in range(0, len(prompts), size):
@@ -59,10 +64,17 @@ class Ranks:
             chunk = [(prompt.prompt_id, prompt.token_ids) for prompt in prompts[begin : begin + size]]
             bounds = np.linspace(0, len(chunk), self.num_replicas + 1).astype(int)
             shares = [chunk[bounds[r] : bounds[r + 1]] for r in range(self.num_replicas)]
-            results = self._caller.call("generate", [(shares[r], sampling, seed) for r in self._replicas])
+            results = self._caller.call(
+                "generate", [(shares[r], sampling, seed) for r in self._replicas], waiting=self._interrupt_when_stopping
+            )
             completions += [completion for result in results for completion in result]
         between_chunks(1.0)
         return completions
+
+    def _interrupt_when_stopping(self) -> None:
+        if self._stopping() and not self._interrupted:
+            self._interrupted = True
+            self._caller.interrupt()
 
     def begin_update(self) -> None:
         self._caller.call("begin_update")

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # a worker sets its environment before torch is first importe
     from rlhpc.data.types import Completion, PackedBatch
     from rlhpc.train.protocols import LossSpec, SamplingSpec
 
+_INTERRUPT_KEY = "rlhpc/interrupt"  # in the store where the ranks met
 _PATIENCE_S = 0.25  # between two looks at a stop, while ranks are waited for
 _FAILURES_S = 2.0  # how long after a first failure those of other ranks are waited for
 
@@ -95,6 +96,7 @@ class RankWorker:
         timeout = datetime.timedelta(seconds=self.cfg.cluster.collective_timeout_s)
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout)
+        self._store = dist.TCPStore(*self._master, is_master=False)
 
     def describe(self) -> dict[str, Any]:
         """Where this rank stands in both grids."""
@@ -135,9 +137,12 @@ class RankWorker:
         self, prompts: Sequence[tuple[int, Sequence[int]]], sampling: SamplingSpec, seed: int
     ) -> list[Completion]:
         """Completions of this replica's prompts, from its first rank alone: the others hold the same."""
-        completions, _ = self.engine.generate(prompts, sampling, seed=seed)
+        completions, _ = self.engine.generate(prompts, sampling, seed=seed, interrupted=self._interrupted)
         first = self.rank % (self.world_size // self.engine.num_replicas) == 0
         return completions if first else []
+
+    def _interrupted(self) -> bool:
+        return bool(self._store.check([_INTERRUPT_KEY]))
 
     def begin_update(self) -> None:
         """Hands the device from the engine to the trainer."""
@@ -208,6 +213,7 @@ class RayRanks:
         import ray
 
         self.world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+        self._master = placement.master
         self._logs = [log_dir / f"rank-{rank:05d}.log" for rank in range(self.world_size)]
         actor = ray.remote(RankWorker)
         options = {"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0}
@@ -247,6 +253,16 @@ class RayRanks:
             if waiting:
                 waiting()
         return results
+
+    def interrupt(self) -> None:
+        """Has ranks that generate leave it, a second later, with no completions; they never generate again."""
+        import datetime
+
+        import torch.distributed as dist
+
+        with suppress(dist.DistError):  # no answer: rank 0 is dead, which the call that waits for it will tell
+            store = dist.TCPStore(*self._master, is_master=False, timeout=datetime.timedelta(seconds=5))
+            store.set(_INTERRUPT_KEY, "1")
 
     def close(self) -> None:
         """Ends the ranks as they are. Nothing of theirs needs more: their shared memory has no names any more, and the

@@ -18,7 +18,7 @@ from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.attempt import Attempt, StopNotice, read_json
 from rlhpc.cluster.submission import prepare
 from rlhpc.config.load import load_file
-from tests.e2e.runs import ROOT, assert_same_end, command, finish, leftovers, run_to_end, start
+from tests.e2e.runs import ROOT, assert_same_end, command, finish, leftovers, run_to_end, start, wait_for
 
 
 def in_phase(
@@ -113,6 +113,25 @@ def rank_pids(run_dir: Path, rank: int) -> list[int]:
     """The rank's processes, one an attempt, as the headers in its log tell."""
     log = run_dir / "logs" / f"rank-{rank:05d}.log"
     return [int(pid) for pid in re.findall(rf"^=== .*rank {rank} of 2 on \S+, pid (\d+)$", log.read_text(), re.M)]
+
+
+def test_a_stop_does_not_wait_for_the_end_of_a_generation(task: Path, tmp_path: Path) -> None:
+    """One call that would take the better part of an hour: 512 completions of 480 tokens, one after the other."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    rollout = {"chunk_prompts": 0, "ignore_eos": "true", "max_num_seqs": 1, "n": 64}
+    arguments = command(
+        task,
+        run_dir,
+        "trainer.val_before_train=false",
+        "data.max_response_length=480",
+        *(f"actor_rollout_ref.rollout.{key}={value}" for key, value in rollout.items()),
+    )
+    process = start(arguments, log)
+    wait_for(lambda: (read_json(run_dir / "progress.json") or {}).get("phase") == "generate", process, log)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert finish(process, log) == 75, log.read_text()[-3000:]
+    assert committed(run_dir) == 0
+    assert leftovers() == []
 
 
 def test_an_update_that_does_not_fit_before_the_deadline_is_cut(task: Path, tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,8 @@ from rlhpc.reshard.families import family_for
 from rlhpc.train.protocols import SamplingSpec, WeightSink
 
 logger = logging.getLogger(__name__)
+
+INTERRUPTIBLE_BATCHES = 32  # under a second of decoding
 
 
 def engine_arguments(cfg: RunConfig, model_dir: Path, device: str) -> dict[str, Any]:
@@ -144,11 +147,20 @@ class VllmEngine:
     def num_replicas(self) -> int:
         return self._num_replicas
 
-    def generate(self, prompts: Prompts, sampling: SamplingSpec, *, seed: int) -> tuple[list[Completion], int]:
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: SamplingSpec,
+        *,
+        seed: int,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> tuple[list[Completion], int]:
         """Samples n completions of each (prompt_id, token_ids); prompt-major, then by sample index.
 
         A completion depends on the weights, its prompt, the sampling and `seed` alone: the request's seed is
-        hash64(seed, prompt_id, sample_idx), and no cache outlives a call.
+        hash64(seed, prompt_id, sample_idx), and no cache outlives a call. `interrupted` is asked every
+        INTERRUPTIBLE_BATCHES engine steps: once it says so on any rank of the replica, all return no completions, and
+        the engine must not generate again.
         Raises EngineError, on all ranks of the replica, for prompts that don't fit and when ranks disagree.
         """
         if self._asleep:
@@ -166,12 +178,16 @@ class VllmEngine:
         ]
         samples = Samples(private.Batch(self._llm), request_seeds(prompts, sampling.n, seed))
         self._llm.reset_prefix_cache()
-        with (
-            isolated_rng(seed, self._device),
-            self._compiler(),
-            private.sampling(self._llm, samples.draw, samples.record),
-        ):
-            outputs = self._llm.generate(requests, params, use_tqdm=False)
+        record = _asking(interrupted, samples.record)
+        try:
+            with (
+                isolated_rng(seed, self._device),
+                self._compiler(),
+                private.sampling(self._llm, samples.draw, record),
+            ):
+                outputs = self._llm.generate(requests, params, use_tqdm=False)
+        except _Interrupted:
+            return [], 0
         answers = completions(outputs, samples.by_request(), prompts, sampling.n)
         digest = token_digest(answers)
         require_agreement(digest, private.tensor_parallel_group())
@@ -222,6 +238,27 @@ class VllmEngine:
             del self._llm, self._sink
             gc.collect()
         cleanup_shm(self._ident)
+
+
+class _Interrupted(Exception):
+    """Leaves vLLM's loop from within."""
+
+
+def _asking(
+    interrupted: Callable[[], bool], record: Callable[[torch.Tensor, torch.Tensor], None]
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """`record`, which also asks whether to go on; the ranks of a replica, which step together, leave together."""
+    numbers = itertools.count(1)
+
+    def recorded(tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        record(tokens, logprobs)
+        if next(numbers) % INTERRUPTIBLE_BATCHES == 0:
+            flag = torch.tensor([interrupted()], dtype=torch.int32)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=private.tensor_parallel_group())
+            if flag:
+                raise _Interrupted
+
+    return recorded
 
 
 def require_agreement(digest: int, group: dist.ProcessGroup) -> None:
