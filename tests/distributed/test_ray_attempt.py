@@ -165,18 +165,33 @@ def test_a_missing_node_is_named_after_the_deadline(pair: Nodes, tmp_path: Path)
     assert "n2 (SLURM_NODEID 2): its supervisor never started" in output
 
 
-def test_a_dead_raylet_ends_its_node_with_the_end_of_its_log(tmp_path: Path) -> None:
-    with nodes(tmp_path / "run", 4003, spec(num_nodes=1)) as single:
-        single.start(1)
-        single.wait_joined()
-        token = single.record(0)["session"]["token"]
-        raylets = [pid for pid in processes(token) if "raylet/raylet" in Path(f"/proc/{pid}/cmdline").read_text()]
-        os.kill(raylets[0], signal.SIGKILL)
-        problem = single.problem(0)
-        assert "node n0 (SLURM_NODEID 0): Ray ended by itself (exit code 1)" in problem
+def raylet(token: str) -> int | None:
+    for pid in processes(token):
+        try:
+            if "raylet/raylet" in Path(f"/proc/{pid}/cmdline").read_text():
+                return pid
+        except FileNotFoundError:
+            continue
+    return None
+
+
+def test_a_raylet_that_dies_while_it_joins_is_started_again_and_a_later_death_ends_the_node(tmp_path: Path) -> None:
+    with nodes(tmp_path / "run", 4003, spec()) as two:
+        two.start(2)
+        while (record := two.attempt.read("node-1")) is None or (pid := raylet(record["session"]["token"])) is None:
+            time.sleep(0.005)
+        assert "joined" not in record["milestones"]
+        os.kill(pid, signal.SIGKILL)
+        two.wait_joined()
+        token = two.record(1)["session"]["token"]
+        assert (second := raylet(token)) is not None and second != pid
+        os.kill(second, signal.SIGKILL)
+        problem = two.problem(1)
+        assert "node n1 (SLURM_NODEID 1): Ray ended by itself (exit code 1)" in problem
         assert "the end of start.log:" in problem and "raylet" in problem
-        assert (single.attempt.directory / "ray" / "node-0" / "raylet.out").stat().st_size > 0
+        assert (two.attempt.directory / "ray" / "node-1" / "raylet.out").stat().st_size > 0
         assert processes(token) == []
+        assert two.supervisors[0].poll() is None
 
 
 def test_a_port_taken_after_the_claim_ends_the_start_with_the_reason(tmp_path: Path) -> None:
