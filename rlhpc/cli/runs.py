@@ -101,7 +101,8 @@ class Run:
     @property
     def settled(self) -> str | None:
         """How the run ended by its own word, None while it may go on: a job that is queued again has the last one."""
-        if self.progress.get("outcome") == "finished":
+        by_job = str(self.progress.get("attempt")).rpartition("-")[0]
+        if self.progress.get("outcome") == "finished" and by_job == (self.job_id or ""):
             return "finished"
         last = self.attempts[-1] if self.attempts else {}
         if last.get("job_id") != self.job_id or last.get("requeued") or not last:

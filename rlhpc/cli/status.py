@@ -79,7 +79,7 @@ def status(argument: str | None, *, as_json: bool = False) -> None:
         print(json.dumps([asdict(status) for status in statuses], indent=1))
         return
     out = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PIPED_WIDTH, emoji=False)
-    if jobs.problem:
+    if jobs.problem and any(run.settled is None for run in runs):
         out.print(f"{jobs.problem}; this is what the run directories tell", style="yellow")
     if not statuses:
         out.print(f"no runs under {Path(OUTPUTS).absolute()} and none in the queue")

@@ -110,7 +110,7 @@ def attempt_details(line: Mapping[str, Any]) -> list[str]:
     if line.get("last_step") is not None:
         details.append(f"steps {line.get('resumed_from_step') or 0} to {line['last_step']}")
     if line.get("checkpoint_step") is not None:
-        save = f", saved in {line['save_s']:.1f} s" if line.get("save_s") is not None else ""
+        save = f", saved in {line['save_s']:.2g} s" if line.get("save_s") is not None else ""
         details.append(f"checkpoint of step {line['checkpoint_step']}{save}")
     if line.get("held"):
         details.append("held")

@@ -107,7 +107,7 @@ def test_a_run_that_was_requeued_twice_and_finished(tmp_path: Path) -> None:
         f"SIGTERM at {clock(second['signal_at'])}",
         "in generate",
         "steps 0 to 25",
-        "checkpoint of step 25, saved in 0.0 s",
+        "checkpoint of step 25, saved in 0.024 s",
         "requeued",
     ]
     assert (attempt_end(third), attempt_details(third)[0]) == ("finished", "steps 25 to 30")
@@ -173,6 +173,9 @@ def test_a_run_that_failed(tmp_path: Path) -> None:
     found = status_of(run, Jobs())
     assert (found.state, found.why) == ("failed", "loss is nan")
     assert "failed: loss is nan; first on f1" in "\n".join(details(found))
+    finished = recorded("requeued", tmp_path)
+    (finished.directory / "job.json").write_text(json.dumps({"job_id": "88050", "submitted": time.time(), "log": ""}))
+    assert Run(finished.directory).settled is None  # it was submitted once more, to train for longer
     resubmitted = run.directory / "job.json"
     resubmitted.write_text(json.dumps({"job_id": "88044", "submitted": time.time(), "log": ""}))
     assert status_of(Run(run.directory), queued(Run(run.directory))).state == "pending"
