@@ -155,6 +155,7 @@ def test_loading_rlhpc_loads_nothing_else() -> None:
 
 def test_stdlib_layers_load_without_numpy_and_torch() -> None:
     modules = ["rlhpc.config.schema", "rlhpc.checkpoint.manifest", "rlhpc.checkpoint.identity", "rlhpc.cli.main"]
+    modules += ["rlhpc.cluster.batch", "rlhpc.cluster.node", "rlhpc.cluster.session"]
     assert not loaded_by(*modules, *modules_of("rlhpc.layout")) & (HEAVY | {"numpy", "torch"})
 
 
