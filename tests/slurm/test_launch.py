@@ -62,8 +62,9 @@ def test_a_dry_run_prints_the_bytes_that_are_submitted(slurm: Cluster, task: Pat
     arguments = command(task, run_dir, "launch=slurm", "launch.time_min=20", HOLD)
     printed = launch(slurm, [*arguments, "launch.dry_run=true"]).stdout
     assert queued(slurm) == [] and not run_dir.exists()
-    told = launch(slurm, arguments).stdout
+    told = launch(slurm, [*arguments, "launch.wait=true"], code=1).stdout  # a held job would keep one waiting for ever
     job = job_of(run_dir)
+    assert f"job {job}: held: held by its owner; scontrol release {job} lets it run" in told
     assert told.startswith(f"submitted job {job}: 1 node, 20 min\n")
     assert f"rlhpc logs -f {run_dir}" in told and f"rlhpc cancel {run_dir}" in told
     assert "experts  etp=1 ep=2" in printed and "memory of the fullest rank" in printed
@@ -172,31 +173,31 @@ def test_sbatch_refusals_are_told_once(slurm: Cluster, task: Path, tmp_path: Pat
 
 
 def test_a_sweep_trains_waits_and_reports_each_point(slurm: Cluster, task: Path, tmp_path: Path) -> None:
-    """One point is right; the other's data went away after it was submitted, which only its job can see."""
+    """One point is right; the other's data goes away after it was submitted, which only its job can see."""
     sweep, lost = tmp_path / "sweep", tmp_path / "lost.jsonl"
     lost.write_text((task / "train.jsonl").read_text())
-    arguments = multirun(command(task, sweep, "launch=slurm", *QUICK, *ONE_RANK, "launch.wait=true",
-                                 f"data.train_files={task / 'train.jsonl'},{lost}", HOLD))  # fmt: skip
+    files = f"data.train_files={task / 'train.jsonl'},{lost}"
+    arguments = multirun(command(task, sweep, "launch=slurm", *QUICK, *ONE_RANK, "launch.wait=true", files))
     with (tmp_path / "out").open("w") as out:
         waiting = subprocess.Popen(arguments, cwd=ROOT, env=slurm.environ(), stdout=out, stderr=subprocess.STDOUT)
-        try:
-            wait_until(lambda: (sweep / "1/job.json").exists(), 120, "both points are submitted")
-            wait_until(lambda: queued(slurm) != [], 30, "the array is queued")
-            lost.unlink()
-        finally:
-            first = job_of(sweep / "0")
-            array = first.partition("_")[0]
-    # Held jobs end the waiting, with what releases them.
-    assert waiting.wait(timeout=60) == 1
+        wait_until(lambda: (sweep / "1/job.json").exists(), 120, "both points are submitted")
+        lost.unlink()
+        assert waiting.wait(timeout=300) == 2, (tmp_path / "out").read_text()
+    good, bad = job_of(sweep / "0"), job_of(sweep / "1")
     said = (tmp_path / "out").read_text()
-    assert f"job {first}: held: held by its owner; scontrol release {first} lets it run" in said
-    slurm.run("scontrol", "release", array)
-    slurm.wait_until(f"{array}_1", lambda f: f.get("JobState") in ("FAILED", "COMPLETED"), "ended", 240)
-    assert slurm.state(f"{array}_1") == "FAILED" and slurm.show(f"{array}_1")["ExitCode"] == "2:0"
-    assert "lost.jsonl" in (sweep / f"1/slurm/{array}_1.log").read_text()
-    assert slurm.wait_end(first, 240) == "COMPLETED"
+    assert f"job {good}: completed; the run finished" in said
+    assert re.search(rf"job {bad}: failed, exit code 2; the run failed: .*{re.escape(str(lost))}", said), said
+    assert slurm.state(bad) == "FAILED" and slurm.show(bad)["ExitCode"] == "2:0"
     assert [row["step"] for row in rows(sweep / "0")] == [0, 1]
-    assert (sweep / "0/slurm" / f"{first}.log").resolve() == sweep / "slurm" / f"{first}.log"
+    for number, job in enumerate((good, bad)):
+        assert (sweep / f"{number}/slurm/{job}.log").resolve() == sweep / f"slurm/{job}.log"
+    assert lost.name in (sweep / f"1/slurm/{bad}.log").read_text()
+
+    lost.write_text((task / "train.jsonl").read_text())
+    again = launch(
+        slurm, [part for part in arguments if not part.startswith("launch.wait")] + [HOLD]
+    ).stdout.splitlines()
+    assert again[1].split()[:2] == ["0", "finished"] and again[2].split()[1] == job_of(sweep / "1") != bad
 
 
 @pytest.mark.parametrize("launcher", ["submitit_slurm", "submitit_local"])
@@ -206,16 +207,16 @@ def test_plain_submitit_launchers_fail_where_a_point_fails(
     """With hydra-submitit-launcher alone a task function that raises ends its Slurm job as COMPLETED."""
     sweep = tmp_path / "sweep"
     sweep.mkdir()
-    (sweep / "0").write_text("where the point's directory has to be")
+    (sweep / "1").write_text("where the point's directory has to be")
     own = ["hydra.launcher.partition=low", "hydra.launcher.timeout_min=5"] if launcher.endswith("slurm") else []
-    arguments = multirun(command(task, sweep, f"hydra/launcher={launcher}", *own, *QUICK, *ONE_RANK))
-    done = launch(slurm, arguments, code=1)
-    assert "FileExistsError" in done.stdout + done.stderr or "UncompletedJobError" in done.stderr
+    arguments = command(task, sweep, f"hydra/launcher={launcher}", *own, "launch.dry_run=true,false", *ONE_RANK)
+    launch(slurm, multirun(arguments), code=1)
     logs = "".join(path.read_text() for path in sweep.rglob("*_log.*"))
-    assert "FileExistsError" in logs
+    assert f"writes    {sweep}/0" in logs and "FileExistsError" in logs
     if launcher.endswith("slurm"):
-        [job] = {path.parent.name for path in sweep.rglob("*_log.err")}
-        assert slurm.wait_end(job) == "FAILED" and slurm.show(job)["ExitCode"] == "1:0"
+        array = next(sweep.rglob("*_log.err")).name.partition("_")[0]
+        ends = [slurm.show(f"{array}_{number}") for number in range(2)]
+        assert [(end["JobState"], end["ExitCode"]) for end in ends] == [("COMPLETED", "0:0"), ("FAILED", "1:0")]
 
 
 def test_train_sbatch_trains_over_the_nodes_of_its_job(slurm: Cluster, task: Path, tmp_path: Path) -> None:

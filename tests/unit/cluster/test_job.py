@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from submitit.core.utils import FailedSubmissionError
 
-from rlhpc.cluster.job import arrays_of, job_of
+from rlhpc.cluster.job import RunExecutor, arrays_of, job_of
 from rlhpc.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -149,6 +150,20 @@ def test_points_that_ask_for_different_things_come_in_different_arrays():
         ["/sweep/1", "/sweep/3"],
     ]
     assert [options(array.script)["nodes"] for array in arrays] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "job_id", "cluster"), [("1234\n", "1234", None), ("1234;west\n", "1234", "west"), (b"7", "7", None)]
+)
+def test_what_sbatch_parsable_answers(tmp_path, answer, job_id, cluster):
+    executor = RunExecutor(tmp_path)
+    assert executor._get_job_id_from_submission_command(answer) == job_id
+    assert executor.cluster == cluster
+
+
+def test_an_answer_that_is_no_job_id(tmp_path):
+    with pytest.raises(FailedSubmissionError, match="'Submitted batch job 7', which is no job id"):
+        RunExecutor(tmp_path)._get_job_id_from_submission_command("Submitted batch job 7")
 
 
 @pytest.mark.parametrize("name", ["train", "sweep"])
