@@ -164,6 +164,11 @@ class RayNode:
         if (kills := oom_kills()) > self._record["oom_kills"]:
             self._record["oom_kills"] = kills
             self._write()
+            self._print(
+                f"the job's memory here, {self._limits.memory_bytes / 2**30:.1f} GiB, was used up, and the kernel has "
+                f"ended {kills} of its processes; raise cluster.memory_gib_per_node, or lower "
+                "actor.ppo_max_token_len_per_gpu, rollout.cpu_kv_cache_gib or trainer.n_gpus_per_node"
+            )
         if not self._ready:
             self._go_on()
         if not self._up and _STARTED in self._started():

@@ -222,6 +222,49 @@ def test_nothing_of_ray_outlives_a_killed_supervisor(tmp_path: Path) -> None:
         assert not Path(session["directory"]).exists()
 
 
+HUNGRY = """
+import os, ray
+from rlhpc.cluster.attempt import Attempt
+from rlhpc.cluster.ray_attempt import attempt_ray
+from rlhpc.config.schema import RunConfig
+
+@ray.remote
+class Rank:
+    def take(self):
+        return len(bytearray(4 << 30))
+
+with attempt_ray(RunConfig(), Attempt.current(os.environ)):
+    try:
+        ray.get(Rank.remote().take.remote())
+    except ray.exceptions.RayError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_a_process_that_the_kernel_ended_for_memory_is_told_of_with_the_limit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A node in a cgroup of 2 GiB, as Slurm makes one for a job."""
+    group = Path("/sys/fs/cgroup/memory") / f"rlhpc-test-{os.getpid()}"
+    if not os.access(group.parent, os.W_OK):
+        pytest.skip("needs root and a memory cgroup of version 1; run the tests as root to cover this")
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(2 * 1024**3))
+    inside = ["bash", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "bash"]
+    try:
+        with nodes(tmp_path / "run", 4006, spec(num_nodes=1), become=inside) as single:
+            single.start(1)
+            single.wait_joined()
+            assert single.record(0)["limits"]["memory_bytes"] == 2 * 1024**3
+            assert said(single.driver(HUNGRY)) in ("ActorDiedError", "OutOfMemoryError")
+            deadline = time.monotonic() + 30
+            while not single.record(0)["oom_kills"] and time.monotonic() < deadline:
+                time.sleep(0.1)
+        assert "n0 (SLURM_NODEID 0): the job's memory here, 2.0 GiB, was used up" in capfd.readouterr().err
+    finally:
+        group.rmdir()
+
+
 def as_nobody(folder: Path) -> list[str]:
     """The beginning of a command that runs it as the user nobody, in whose view root's home holds the interpreter."""
     python = Path(sys.base_prefix)
