@@ -43,7 +43,7 @@ class Cluster:
     nodes: Mapping[str, Fields]
     reservations: Mapping[str, Fields] = field(default_factory=dict)
     associations: list[dict[str, str]] | None = None
-    groups: frozenset[str] = frozenset()  # of the user
+    groups: frozenset[str] | None = None  # of the user; None: root, whom every partition lets in
 
     @classmethod
     def ask(cls) -> Cluster:
@@ -56,7 +56,7 @@ class Cluster:
             nodes=slurm.nodes(),
             reservations=slurm.reservations(),
             associations=slurm.associations(getpass.getuser(), config["ClusterName"]) if enforced else None,
-            groups=frozenset(_group_names()),
+            groups=frozenset(_group_names()) if os.getuid() else None,
         )
 
     @property
@@ -123,7 +123,7 @@ def _partition(cfg: RunConfig, cluster: Cluster, name: str | None, cpus: int) ->
 
 def _allowed(cfg: RunConfig, cluster: Cluster, name: str, partition: Fields) -> Iterator[str]:
     groups = _listed(partition.get("AllowGroups"))
-    if groups and os.getuid() and not groups & cluster.groups:
+    if groups and cluster.groups is not None and not groups & cluster.groups:
         yield f"cluster.partition={name} is for the groups {', '.join(sorted(groups))}, none of which is yours"
     for key, value, allow, deny in (
         ("account", cfg.cluster.account, "AllowAccounts", "DenyAccounts"),

@@ -233,13 +233,13 @@ def accounting(job_id: str) -> list[dict[str, str]] | None:
 
 
 def partitions() -> dict[str, dict[str, str]]:
-    """`scontrol show partition`, by name."""
-    return {fields["PartitionName"]: fields for fields in records(_run("scontrol", "show", "partition", "-o"))}
+    """`scontrol show partition`, by name; hidden ones too, and those that are for other groups."""
+    return {fields["PartitionName"]: fields for fields in records(_run("scontrol", "--all", "show", "partition", "-o"))}
 
 
 def nodes() -> dict[str, dict[str, str]]:
     """`scontrol show node`, by name."""
-    return {fields["NodeName"]: fields for fields in records(_run("scontrol", "show", "node", "-o"))}
+    return {fields["NodeName"]: fields for fields in records(_run("scontrol", "--all", "show", "node", "-o"))}
 
 
 def reservations() -> dict[str, dict[str, str]]:

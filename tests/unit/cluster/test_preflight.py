@@ -17,7 +17,7 @@ def recorded(name, key):
     }
 
 
-def cluster(enforce="", groups=(), **changed):
+def cluster(enforce="", groups=None, **changed):
     """d1 to d4: 8 CPUs, 20000 MB, 4 GPUs each; d1 has a100 and ib, d2 h200 and ib, d4 is drained. Partitions: low,
     grace, high with all four and an hour; typed with d1, d2 and limits of its own; closed (inactive); asleep (down)."""
     lines = (line.partition("=") for line in (RECORDED / "preflight_config.txt").read_text().splitlines())
@@ -30,7 +30,7 @@ def cluster(enforce="", groups=(), **changed):
         nodes=recorded("nodes", "NodeName"),
         reservations=recorded("reservations", "ReservationName"),
         associations=[dict(zip(columns, row.split("|"), strict=True)) for row in rows] if enforce else None,
-        groups=frozenset(groups),
+        groups=groups,
     )
 
 
@@ -200,6 +200,14 @@ def test_accounts_and_qos_are_judged_where_slurm_enforces_them():
     nobody.associations.clear()
     [line] = refused(on=nobody)
     assert "has no account on this cluster; ask its administrators" in line
+
+
+def test_partitions_of_other_groups():
+    assert refused(on=cluster(groups=frozenset({"staff"})), cluster_partition="asleep") == [
+        "cluster.partition=asleep is for the groups wheel, none of which is yours"
+    ]
+    assert refused(on=cluster(groups=frozenset({"staff", "wheel"})), cluster_partition="asleep") == []
+    assert refused(on=cluster(groups=frozenset())) == []  # low is for all
 
 
 def test_versions_without_overlapping_steps():
