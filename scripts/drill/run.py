@@ -147,11 +147,11 @@ class Run:
             raise SystemExit(f"job {self.job} ended before all events had struck: {fields}\n{self.log()[-3000:]}")
 
     def requeued_after(self, attempt: Attempt) -> int:
-        """Waits until Slurm has taken the job back; its restart count."""
+        """Waits until Slurm has taken the job back and nothing of the attempt runs any more; the restart count."""
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             self.must_live(fields := self.cluster.show(self.job))
-            if (restarts := int(fields["Restarts"])) > attempt.restart:
+            if (restarts := int(fields["Restarts"])) > attempt.restart and fields["JobState"] != "COMPLETING":
                 return restarts
             time.sleep(0.1)
         raise SystemExit(f"attempt {attempt.name} was not requeued within {PATIENCE_S:.0f} s\n{self.log()[-3000:]}")
