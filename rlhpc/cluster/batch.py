@@ -206,8 +206,8 @@ class Batch:
     def _conclude(self, ending: Ending | None, stuck: str | None = None) -> int:
         """Requeues or holds the job, writes the attempt's line, and returns the exit code. No `ending`: the nodes are
         still at work, and there is no more time to wait for them."""
-        finished = ending is not None and ending.outcome == "finished"
-        record = None if finished else self._record_patiently()
+        settled = ending is not None and ending.outcome in ("finished", "failed")  # whatever Slurm says
+        record = self._record() if settled else self._record_patiently()
         if not stuck and record is not None:
             outcome = ending.outcome if ending else "lost"
             own = ledger.summary(self.attempt, ending, outcome=outcome, requeued=False, held=False)

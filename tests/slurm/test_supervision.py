@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -36,7 +37,8 @@ class Job:
 
     @property
     def log(self) -> str:
-        return (self.run_dir / f"{self.id.partition('_')[0]}.log").read_text()
+        path = self.run_dir / f"{self.id.partition('_')[0]}.log"
+        return path.read_text() if path.exists() else ""
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -46,13 +48,13 @@ class Job:
         """Until the driver has done a step, in an attempt whose name ends so."""
         wait_until(
             lambda: self.progress.get("step", -1) >= step and self.progress["attempt"].endswith(attempt),
-            60,
+            120,
             f"job {self.id} does step {step}",
-            lambda: str(self.slurm.show(self.id)),
+            lambda: f"{self.slurm.show(self.id)}\n{self.log}",
         )
 
     def wait_lines(self, count: int) -> list[dict[str, Any]]:
-        wait_until(lambda: len(self.lines) >= count, 60, f"{self.id} leaves {count} lines", lambda: str(self.lines))
+        wait_until(lambda: len(self.lines) >= count, 120, f"{self.id} leaves {count} lines", lambda: str(self.lines))
         return self.lines
 
     def supervisor(self, node: str) -> int:
@@ -147,7 +149,7 @@ def test_slurm_only_asks(slurm: Cluster, tmp_path: Path) -> None:
     """The attempt requeues its job itself, its own task of an array alone; an exit before that would end it."""
     one, two, three = slurm.node(1), slurm.node(2), slurm.node(3)
     grace = submit(slurm, tmp_path / "grace", "30", "-pgrace", "-N2", f"-w{one},{two}")
-    asked = submit(slurm, tmp_path / "asked", "30", "-plow", f"-w{three}")
+    asked = submit(slurm, tmp_path / "asked", "30 --save-s 12", "-plow", f"-w{three}")
     batch_only = submit(slurm, tmp_path / "batch_only", "30", "-plow", "-N2", f"-w{three},{slurm.node(4)}")
     tasks = submit_array(slurm, tmp_path, 3, "30", f"-w{three}")
     jobs = (grace, asked, batch_only, tasks[2])
@@ -155,6 +157,7 @@ def test_slurm_only_asks(slurm: Cluster, tmp_path: Path) -> None:
         job.wait_step(3)
     slurm.preempt(grace.id)
     slurm.run("scancel", "--signal=TERM", asked.id)
+    slurm.run("scontrol", "update", f"JobId={asked.id}", "TimeLimit=10")  # while it saves: its end is asked for again
     slurm.run("scancel", "--signal=TERM", "--batch", batch_only.id)
     slurm.run("scancel", "--signal=USR2", tasks[2].id)
     for job, cause in zip(jobs, ("preempted", "signal", "signal", "signal"), strict=True):
@@ -165,6 +168,7 @@ def test_slurm_only_asks(slurm: Cluster, tmp_path: Path) -> None:
         assert only(second, "outcome", "last_step") == ("finished", 30)
         assert slurm.restarts(job.id) == 1
     assert GRACE_S / 2 < grace.lines[0]["deadline"] - grace.lines[0]["signal_at"] <= GRACE_S + 1
+    assert asked.lines[0]["deadline"] - asked.lines[0]["started"] == pytest.approx(600, abs=30)
     assert tasks[2].lines[0]["attempt"] == f"{tasks[2].id}-0"  # whose SLURM_JOB_ID is the array's own
     for task in tasks[:2]:
         assert slurm.wait_end(task.id) == "COMPLETED"
@@ -289,6 +293,30 @@ def test_silent_controller_does_not_keep_the_driver_waiting(slurm: Cluster, tmp_
     assert slurm.wait_end(job.id) == "COMPLETED"
     assert only(job.lines[0], "outcome", "requeued") == ("stopped", True)
     assert slurm.restarts(job.id) == 1
+
+
+def test_inside_salloc_the_same_command_goes_on(slurm: Cluster, tmp_path: Path) -> None:
+    """There is no script to requeue; Ctrl-C saves and leaves, and leaves srun alone."""
+    python = shlex.quote(sys.executable)
+    batch = f"{python} -m rlhpc.cluster.batch {tmp_path} -- {python} {ROOT}/tests/slurm/driver.py 30"
+    script = f"{batch} & echo $! >{tmp_path}/pid; wait $!; echo code $?; {batch}; echo code $?"
+    shell = subprocess.Popen(
+        ["salloc", "-plow", "-N2", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=500M", "bash", "-c", script],
+        env=slurm.environ(PYTHONPATH=str(ROOT)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    progress = tmp_path / "progress.json"
+    wait_until(lambda: (read_json(progress) or {}).get("step", 0) >= 2, 120, "the driver does two steps")
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGINT)
+    output, _ = shell.communicate(timeout=120)
+    assert [line for line in output.splitlines() if line.startswith("code")] == ["code 75", "code 0"], output
+    first, second = past_attempts(tmp_path)
+    assert only(first, "restart", "outcome", "cause", "signal", "requeued") == (0, "stopped", "signal", "SIGINT", False)
+    assert only(second, "restart", "outcome", "job_id") == (1, "finished", first["job_id"])
+    assert second["resumed_from_step"] == first["checkpoint_step"] >= 2
+    assert slurm.show(first["job_id"])["Restarts"] == "0"
 
 
 def test_time_limit(slurm: Cluster, limited: tuple[Job, Job, Job]) -> None:
