@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ def ask(job_ids: Iterable[str] = (), *, own: bool = False) -> Jobs:
     try:
         known = slurm.queue(wanted) if wanted else {}
         if own:
-            known |= slurm.queue(user=getpass.getuser())
+            known |= slurm.queue(user=str(os.getuid()))
         return Jobs(known)
     except SlurmError as error:
         return Jobs(problem=f"Slurm does not answer ({str(error).splitlines()[0]})")
