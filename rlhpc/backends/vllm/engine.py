@@ -240,8 +240,8 @@ class VllmEngine:
         cleanup_shm(self._ident)
 
 
-class _Interrupted(Exception):
-    """Leaves vLLM's loop from within."""
+class _Interrupted(BaseException):
+    """Leaves vLLM's loop from within; for an Exception it would dump its state as at a crash."""
 
 
 def _asking(
