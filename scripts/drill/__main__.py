@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -88,6 +88,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write events and attempts")
     parser.add_argument("--dir", type=Path, help="where the runs go, and stay (default: a temporary directory)")
     arguments = parser.parse_args()
+    with suppress(PermissionError):  # only then a busy machine can't make it miss a phase of milliseconds
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     rng = random.Random(arguments.seed)
     shape = Shape(arguments.nodes, arguments.ranks, arguments.steps or 3 * arguments.events + 4)
     directory = arguments.dir or Path(tempfile.mkdtemp(prefix="rlhpc-drill-"))

@@ -20,13 +20,13 @@ def test_short_drill(slurm: Cluster, tmp_path: Path) -> None:
         MINISLURM_DIR=str(slurm.directory), MINISLURM_PORT=str(slurm.port), MINISLURM_PREFIX=slurm.prefix,
         MINISLURM_NODES=str(slurm.nodes), RLHPC_VENV=os.environ.get("RLHPC_VENV", ".venv"),
     )  # fmt: skip
-    command = ["bash", str(ROOT / "scripts/preemption_drill.sh"), "3", f"--seed={SEED}", "--nodes=2", "--steps=8"]
+    command = ["bash", str(ROOT / "scripts/preemption_drill.sh"), "3", f"--seed={SEED}", "--nodes=2", "--steps=12"]
     done = subprocess.run(
         [*command, f"--dir={tmp_path}"], env=environ, capture_output=True, text=True, timeout=850, check=False
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     assert re.search(r"told of its end \(2 events\): 0 finished steps repeated", done.stdout)
-    assert "bitwise: the end of step 8 equals" in done.stdout
+    assert "bitwise: the end of step 12 equals" in done.stdout
 
 
 def test_twenty_events_hit_every_phase_twice_and_every_kind() -> None:
