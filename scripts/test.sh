@@ -18,4 +18,5 @@ fi
 "$bin/ruff" check --quiet .
 "$bin/ruff" format --check --quiet .
 "$bin/mypy"
+git ls-files -z "*.sh" "*.sbatch" | xargs -0 "$bin/shellcheck"
 exec "$bin/python" -m pytest --durations=10 "${suites[@]}" "$@"
