@@ -171,21 +171,19 @@ class Run:
             signalled(state["pid"], signal.SIGCONT)
 
     def _catch(self, attempt: Attempt, event: Event, first_step: int, expected_s: float) -> dict[str, Any] | None:
-        """None when the attempt ended before."""
+        """None when the attempt ended before. After every miss it strikes earlier in the phase."""
         short, before = expected_s < SHORT_S, BEFORE.get(event.phase, ())
-        until = time.monotonic() + PATIENCE_S
+        until, into_s = time.monotonic() + PATIENCE_S, event.fraction * expected_s
         while time.monotonic() < until:
             state = self.progress(attempt)
             if not state or state["outcome"] != "running":
                 return None
             due = event.phase in ("start", "restore") or state["step"] >= first_step
-            if due and state["phase"] == event.phase:
-                time.sleep(event.fraction * expected_s)
-                if held := self._held(attempt, event.phase):
+            if due and (state["phase"] == event.phase or short and state["phase"] in before):
+                held = self._slowly(attempt, event.phase, into_s) if short else self._held(attempt, event.phase, into_s)
+                if held:
                     return held
-            elif due and short and state["phase"] in before:
-                if held := self._slowly(attempt, event, expected_s):
-                    return held
+                into_s /= 2
             elif state["phase"] not in ("start", "restore") and event.phase in ("start", "restore"):
                 return self._missed(attempt)
             if not Path(f"/proc/{state['pid']}").exists() and self.progress(attempt).get("outcome") == "running":
@@ -193,32 +191,34 @@ class Run:
             time.sleep(0.001)
         raise SystemExit(f"phase {event.phase} did not come within {PATIENCE_S:.0f} s: {state}\n{self.log()[-3000:]}")
 
-    def _held(self, attempt: Attempt, phase: str) -> dict[str, Any] | None:
-        """Stops the driver; lets it go on when it isn't in the phase any more."""
-        state = self.progress(attempt)
-        if state.get("phase") != phase or not signalled(state["pid"], signal.SIGSTOP):
+    def _held(self, attempt: Attempt, phase: str, into_s: float) -> dict[str, Any] | None:
+        """Stops the driver, which has just entered the phase, after a while; None when that was too late."""
+        time.sleep(into_s)
+        pid = self.progress(attempt)["pid"]
+        if not signalled(pid, signal.SIGSTOP):
             return None
         time.sleep(0.005)  # all its threads have stopped
-        if (now := self.progress(attempt)).get("phase") == phase:
-            return now
-        signalled(state["pid"], signal.SIGCONT)
+        if (state := self.progress(attempt))["phase"] == phase:
+            return state
+        signalled(pid, signal.SIGCONT)
         return None
 
-    def _slowly(self, attempt: Attempt, event: Event, expected_s: float) -> dict[str, Any] | None:
+    def _slowly(self, attempt: Attempt, phase: str, into_s: float) -> dict[str, Any] | None:
         """Lets the driver run in slices from the phase before a short one into it; None when that slipped through."""
-        state, ran = self.progress(attempt), 0.0
-        before = state["phase"]
-        while state["phase"] in (before, event.phase) and (
-            state["phase"] == before or ran < event.fraction * expected_s
-        ):
-            ran += SLICE_S * (state["phase"] == event.phase)
+        state, entered = self.progress(attempt), None
+        before = {state["phase"]} - {phase}
+        while state["phase"] in before or state["phase"] == phase:
+            if state["phase"] == phase:
+                entered = entered or time.monotonic()
+                if time.monotonic() >= entered + into_s:
+                    break
             if not signalled(state["pid"], signal.SIGCONT):
                 return None
             time.sleep(SLICE_S)
             signalled(state["pid"], signal.SIGSTOP)
             time.sleep(SLICE_S)
             state = self.progress(attempt)
-        if state["phase"] == event.phase:
+        if state["phase"] == phase and signalled(state["pid"], signal.SIGSTOP):
             return state
         signalled(state["pid"], signal.SIGCONT)
         return None
