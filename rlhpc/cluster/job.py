@@ -144,9 +144,13 @@ def _options(cfg: RunConfig, log: Path) -> dict[str, Any]:
     """submitit's parameters. What it has no name for goes to sbatch as it is; last, and so first in rank, what the user
     wrote in cluster.sbatch."""
     cluster, launch = cfg.cluster, cfg.launch
-    further = {key.replace("_", "-"): value for key, value in cluster.sbatch.items() if value not in (None, False)}
+    further = {
+        key.replace("_", "-"): value for key, value in cluster.sbatch.items() if value is not None and value is not False
+    }
     own_gpus = cfg.trainer.device == "cuda" and not further.keys() & {"gres", "gpus-per-node"}
     memory = cluster.memory_gib_per_node
+    if memory is None and cluster.exclusive:
+        memory = 0  # all that a node has; without a word of it Slurm gives an exclusive job its default of memory
     return {
         "job_name": launch.job_name or cfg.trainer.experiment_name,
         "partition": cluster.partition,

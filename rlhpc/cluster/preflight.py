@@ -20,16 +20,7 @@ from rlhpc.config.schema import RunConfig
 
 OLDEST_SLURM = (20, 11)  # the first with srun --overlap
 DEFAULT_MAX_ARRAY_SIZE = 1001
-AWAY = {
-    "DOWN",
-    "DRAIN",
-    "FAIL",
-    "FAILING",
-    "FUTURE",
-    "NOT_RESPONDING",
-    "POWERED_DOWN",
-    "UNKNOWN",
-}  # in scontrol's words
+AWAY = {"DOWN", "DRAIN", "FAIL", "FAILING", "FUTURE", "NOT_RESPONDING", "POWERED_DOWN", "UNKNOWN"}  # states of nodes
 
 Fields = Mapping[str, str]
 
@@ -210,7 +201,7 @@ def _sizes(
 
 def _chosen(cfg: RunConfig, name: str, members: Mapping[str, Fields]) -> tuple[Mapping[str, Fields], list[str]]:
     """The nodes that nodelist, exclude and constraint leave, and what is wrong with these three."""
-    problems, left = [], dict(members)
+    problems = []
     only, without = (slurm.expand_nodelist(v or "") for v in (cfg.cluster.nodelist, cfg.cluster.exclude))
     if unknown := [node for node in only if node not in members]:
         problems.append(f"cluster.nodelist={cfg.cluster.nodelist}: {', '.join(unknown)} not in partition {name}")

@@ -124,6 +124,19 @@ def test_a_kind_of_gpu_takes_the_place_of_the_plain_number(own):
     assert found == own
 
 
+def test_whole_nodes_come_with_all_their_memory():
+    """--exclusive alone gives all CPUs, and of the memory what Slurm gives by default."""
+    assert options(job_of(config(cluster_exclusive=True)).script)["mem"] == "0M"
+    given = options(job_of(config(cluster_exclusive=True, cluster_memory_gib_per_node=8)).script)
+    assert given["mem"] == "8192M"
+    assert "mem" not in options(job_of(config()).script)
+
+
+def test_an_option_may_be_zero():
+    made = options(job_of(config(cluster_sbatch={"nice": 0, "switches": None, "spread-job": False})).script)
+    assert made["nice"] == "0" and not {"switches", "spread-job"} & made.keys()
+
+
 def test_a_sweep_is_one_array():
     runs = [config(f"/sweep/{number}") for number in range(5)]
     [array] = arrays_of(runs, Path("/sweep"), 1000)
