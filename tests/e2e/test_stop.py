@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.attempt import Attempt, StopNotice, read_json
 from rlhpc.cluster.submission import prepare
@@ -64,6 +66,7 @@ def committed(run_dir: Path) -> int:
     return max(CheckpointStore(run_dir / "checkpoints").steps(), default=-1)
 
 
+@pytest.mark.timeout(1800)  # ten starts, which a busy machine takes a minute each for
 def test_stopped_in_every_phase(task: Path, reference: Path, tmp_path: Path) -> None:
     """One attempt after the other, each stopped in another phase."""
     log, run_dir, hang = tmp_path / "log", tmp_path / "run", task / "hang"
