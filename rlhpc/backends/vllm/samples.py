@@ -40,7 +40,7 @@ class Samples:
     """The tokens of one call: drawn as a function of (the request's seed, position, logits), and recorded.
 
     Neither the order of the batch nor what else is in it, chunks of prompts, preemption or asynchronous scheduling
-    change what is drawn. `seeds` has one entry per request, at the request's `private.ROW`.
+    change what is drawn from the same logits. `seeds` has one entry per request, at the request's `private.ROW`.
     """
 
     def __init__(self, batch: private.Batch, seeds: np.ndarray) -> None:
