@@ -185,12 +185,30 @@ def test_reload_weights_does_not_publish_on_cpu(models: tuple[Path, Path], refer
 
 
 def check_recorded(result: dict[str, Any]) -> None:
-    """What was recorded are the tokens and, bit for bit, the logprobs that vLLM returns itself."""
+    """What was recorded are the tokens and, bit for bit, the logprobs that vLLM returns itself. Each of our tokens is
+    the one that its request's seed, its place in the answer and the distribution there give when it is drawn again in
+    another batch; the same call again gives the same."""
     for run in result.values():
         for tokens, logprobs, (drawn, values) in zip(run["tokens"], run["logprobs"], run["recorded"], strict=True):
             assert drawn[: len(tokens)].tolist() == tokens and len(drawn) - len(tokens) in (0, 1)
             assert values[: len(tokens)].tolist() == logprobs
+    for run in (result["ours"], result["again"]):
+        assert all(at.tolist() == list(range(len(at))) for at in run["positions"])
+        assert [drawn.tolist() for drawn, _ in run["recorded"]] == [drawn.tolist() for drawn in run["redrawn"]]
     assert result["ours"]["tokens"] == result["again"]["tokens"] != result["vllm's draws"]["tokens"]
+    assert np.ptp(result["ours"]["distributions"][0], axis=-1).min() > 1  # nats: logits matter
+
+
+def check_distributions(one: dict[str, Any], other: dict[str, Any], nats: float) -> None:
+    """Two runs drew from the same distributions up to `nats` of rounding and a token at the edge of top-k or top-p, as
+    far as the contexts are the same: up to where an answer first differs."""
+    runs = (one["tokens"], other["tokens"], one["distributions"], other["distributions"])
+    for tokens, others, left, right in zip(*runs, strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), len(tokens) - 1)
+        left, right = left[: same + 1], right[: same + 1]
+        assert (np.isfinite(left) != np.isfinite(right)).sum(-1).max() <= 1
+        gaps = np.subtract(left, right, out=np.full_like(left, np.nan), where=np.isfinite(left) & np.isfinite(right))
+        assert (np.nanmax(gaps, -1) - np.nanmin(gaps, -1)).max() < nats
 
 
 def test_recorded_logprobs_are_vllms_own_however_it_schedules(models: tuple[Path, Path]) -> None:
@@ -202,6 +220,7 @@ def test_recorded_logprobs_are_vllms_own_however_it_schedules(models: tuple[Path
     check_recorded(tight)
     assert roomy["ours"]["preempted"] == 0 < tight["ours"]["preempted"]
     assert tight["ours"]["batches"] > 1.5 * roomy["ours"]["batches"]
+    check_distributions(roomy["ours"], tight["ours"], nats=1e-4)
     assert tight["ours"]["tokens"] == roomy["ours"]["tokens"]  # scheduling changes no answer
     lengths = {len(tokens) for tokens in roomy["ours"]["tokens"]}
     assert 61 in lengths and len(lengths) > 1  # some were stopped

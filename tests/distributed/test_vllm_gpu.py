@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_vllm import check_recorded
+from tests.distributed.test_vllm import check_distributions, check_recorded
 from tests.distributed.vllm_ranks import spec
 from tests.distributed.vllm_reference import expected, transformers_logits
 from tests.tiny_model import write_tiny_model
@@ -87,12 +87,16 @@ def test_both_sinks(models: tuple[Path, Path], dtype: str, tp: int, rollout: dic
     ids=["float32", "float32-tight", "bfloat16-graphs-tight"],
 )
 def test_recorded_logprobs_are_vllms_own(models: tuple[Path, Path], dtype: str, tight: bool, eager: bool) -> None:
-    """With asynchronous scheduling; `tight` chunks prompts and has a KV cache for about half of the requests."""
+    """With asynchronous scheduling; `tight` chunks prompts and has a KV cache for about half of the requests.
+
+    CUDA kernels round otherwise for batches of another size. So tokens of both schedules need not be the same, as they
+    are on a CPU; what they are drawn from is, but for rounding.
+    """
     result = recorded(models[0], dtype, tight, eager)
     check_recorded(result)
     assert (result["ours"]["preempted"] > 0) == tight
-    if dtype == "float32":  # in bfloat16 logits depend on what else is in the batch
-        assert result["ours"]["tokens"] == recorded(models[0], dtype, not tight, eager)["ours"]["tokens"]
+    if dtype == "float32":  # in bfloat16 a router's near tie may fall otherwise, far from rounding
+        check_distributions(result["ours"], recorded(models[0], dtype, not tight, eager)["ours"], nats=5e-3)
 
 
 @cache

@@ -191,21 +191,32 @@ def rollout(model_dir: str, prompts: Prompts, specs: dict[str, SamplingSpec]) ->
 
 
 def recorded(model_dir: str, device: str, dtype: str, num_blocks: int | None, **rollout: Any) -> dict[str, Any]:
-    """An engine with random weights answers prompts of mixed length by mixed sampling, its tokens drawn by vLLM and by
-    `Samples`: what was recorded, and what vLLM returned through `logprobs=0`. With few `num_blocks` of KV cache it must
-    preempt; a request that leaves the batch and comes back was."""
+    """An engine answers prompts of mixed length by mixed sampling, its tokens drawn by vLLM and by `Samples`: what was
+    recorded, what vLLM returned through `logprobs=0`, and what every token was drawn from. With few `num_blocks` of KV
+    cache it must preempt; a request that leaves the batch and comes back was."""
     from vllm import SamplingParams
 
     from rlhpc.backends.vllm import private
     from rlhpc.backends.vllm.engine import engine_arguments
-    from rlhpc.backends.vllm.samples import Samples
+    from rlhpc.backends.vllm.samples import Samples, split_by_request
+
+    class Watched(Samples):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.distributions: list[torch.Tensor] = []
+
+        def record(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+            super().record(tokens, logprobs)
+            self.distributions.append(logprobs.clone())
 
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     torch.set_num_threads(1)
     os.environ["TRITON_F32_DEFAULT"] = "ieee"  # else Triton's float32 products are TF32
     cfg = run_config(1, 1, **rollout)
     cfg.actor_rollout_ref.model.dtype = dtype
-    arguments = engine_arguments(cfg, Path(model_dir), device) | {"num_gpu_blocks_override": num_blocks}
+    # The model's own weights: under vLLM's dummies all tokens are equally likely, and answers depend on the seed alone.
+    arguments = engine_arguments(cfg, Path(model_dir), device)
+    arguments |= {"num_gpu_blocks_override": num_blocks, "load_format": "auto"}
     with private.launching(f"rlhpcrecorded{os.getpid()}"):
         llm = private.LLM(**arguments)
     rng = np.random.default_rng(0)
@@ -217,23 +228,43 @@ def recorded(model_dir: str, device: str, dtype: str, num_blocks: int | None, **
                        stop_token_ids=[7], **ways[row % len(ways)])
         for row in range(len(prompts))
     ]  # fmt: skip
+    seeds = np.arange(len(prompts)) * 7**20
     result: dict[str, Any] = {}
     for name in ("vllm's draws", "ours", "again"):
-        samples = Samples(private.Batch(llm), np.arange(len(prompts)) * 7**20)
+        samples = Watched(private.Batch(llm), seeds)
         llm.reset_prefix_cache()
         with private.sampling(llm, None if name == "vllm's draws" else samples.draw, samples.record):
             outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
         batches = [set(rows.tolist()) for rows in samples._rows]
         seen = [[row in batch for batch in batches] for row in range(len(prompts))]
+        rows, positions = np.concatenate(samples._rows), np.concatenate(samples._positions)
+        distributions = torch.cat(samples.distributions)
+        greedy = torch.tensor([param.temperature == 0 for param in params])[rows].to(distributions.device)
+        drawn = redrawn(distributions, seeds[rows], positions)
         result[name] = {
             "tokens": [list(output.token_ids) for output in outputs],
             "logprobs": [list(output.logprobs.logprobs) for output in outputs],
             "recorded": samples.by_request(),
             "preempted": sum(np.diff(np.flatnonzero(batch)).max(initial=1) > 1 for batch in seen),
             "batches": len(batches),
+        } | {
+            key: split_by_request(rows, positions, values, len(prompts))
+            for key, values in {
+                "positions": positions,
+                "distributions": distributions.cpu().numpy(),
+                "redrawn": torch.where(greedy, distributions.argmax(-1), drawn).cpu().numpy(),
+            }.items()
         }
     private.shut_down(llm)
     return result
+
+
+def redrawn(distributions: torch.Tensor, seeds: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    """A token from every row of logprobs [N, V], all at once, as `Samples` promises it for its seed and position."""
+    from rlhpc.backends.vllm.private import gumbel_argmax
+    from rlhpc.backends.vllm.samples import mix64
+
+    return gumbel_argmax(distributions, torch.from_numpy(mix64(seeds, positions)).to(distributions.device))
 
 
 def kept(model_dir: str, temp_root: str) -> dict[str, int]:
