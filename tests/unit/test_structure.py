@@ -15,7 +15,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # The only places from which a package may be imported at all, inside functions included.
 CONFINED = {
-    "vllm": ("rlhpc/backends/vllm/", "scripts/bench/rollout.py"),  
+    "vllm": ("rlhpc/backends/vllm/", "scripts/bench/rollout.py"),  # the latter compares with vLLM alone
     "megatron": ("rlhpc/backends/megatron/",),
     "ray": ("rlhpc/cluster/", "rlhpc/train/worker.py"),
     "hydra": ("launch/", "rlhpc/cluster/job.py"),
