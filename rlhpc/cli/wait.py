@@ -13,7 +13,7 @@ from rlhpc.cluster.slurm import JobRecord
 from rlhpc.errors import SlurmError
 
 FIRST_POLL_S, LONGEST_POLL_S = 1.0, 15.0
-SILENCE_S = 600.0  # of a controller, until waiting is given up
+SILENCE_S = 600.0  # of Slurm, until waiting is given up
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 
@@ -21,7 +21,7 @@ def wait(jobs: Mapping[str, Path]) -> int:
     """Waits for jobs, given with their run directories; a job that is held counts as ended. Returns 0, or the highest
     exit code of those that did not complete.
 
-    Raises SlurmError when the controller has said nothing for ten minutes.
+    Raises SlurmError when the controller, or accounting, has said nothing for ten minutes.
     """
     told: dict[str, str] = {}
     codes: dict[str, int] = {}
@@ -30,14 +30,14 @@ def wait(jobs: Mapping[str, Path]) -> int:
         while waiting := jobs.keys() - codes.keys():
             try:
                 records = slurm.queue(waiting)
+                states = {job_id: _state(job_id, jobs[job_id], records.get(job_id)) for job_id in sorted(waiting)}
             except SlurmError:
                 if time.monotonic() - heard > SILENCE_S:
                     raise
                 time.sleep(pause)
                 continue
             heard = time.monotonic()
-            for job_id in sorted(waiting):
-                words, code = _state(job_id, jobs[job_id], records.get(job_id))
+            for job_id, (words, code) in states.items():
                 if words != told.get(job_id):
                     told[job_id], pause = words, FIRST_POLL_S
                     print(f"{time.strftime('%H:%M:%S')}  job {job_id}: {words}", flush=True)
