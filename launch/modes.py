@@ -43,15 +43,16 @@ def allocation(cfg: RunConfig) -> int:
     from rlhpc.cluster.slurm_env import SlurmEnv
 
     env = SlurmEnv.from_environ(os.environ)
-    submission.fit_allocation(cfg, env, os.environ)
-    model_config = check_run(cfg)
-    if cfg.launch.dry_run:
-        return _told(cfg, model_config)
-    check_model_files(cfg, model_config)
-    submission.claim(cfg, env)
+    if not submission.claimed(cfg.run_dir, env):
+        submission.fit_allocation(cfg, env, os.environ)
+        model_config = check_run(cfg)
+        if cfg.launch.dry_run:
+            return _told(cfg, model_config)
+        check_model_files(cfg, model_config)
+        submission.claim(cfg, env)
     sys.stdout.flush()
     os.environ["PYTHONUNBUFFERED"] = "1"
-    os.execv(sys.executable, [sys.executable, "-m", "rlhpc.cluster.batch", str(Path(cfg.run_dir))])
+    os.execv(sys.executable, [sys.executable, "-m", "rlhpc.cluster.batch", cfg.run_dir])
 
 
 def check_model_files(cfg: RunConfig, model_config: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ def main(directory: Path, arguments: Sequence[str]) -> int:
     new = composed(old, arguments)
     changes = resume.changes(directory, old, new)
     submission.refuse_held(str(directory))
-    if resume.finished(directory) and not changes:
+    if resume.finished(new):
         print(f"{directory} has finished; train it for longer with trainer.total_training_steps=N")
         return 0
     print(f"resuming {directory}" + (", changed:" if changes else " as it was"))
@@ -44,8 +44,6 @@ def main(directory: Path, arguments: Sequence[str]) -> int:
             f"{directory} ran in an allocation{f' ({made.command})' if made else ''}, and this is none; submit it: "
             f"rlhpc resume {directory} launch.mode=slurm, or with sbatch as before"
         )
-    if not new.launch.dry_run:
-        resume.forget_cancel(directory)
     sys.stdout.flush()
     return MODES[new.launch.mode](new)
 

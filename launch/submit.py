@@ -9,6 +9,7 @@ from typing import Any
 
 from launch.modes import check_model_files
 from rlhpc.cli.plan import checkpoint_bytes, describe
+from rlhpc.cli.resume import finished
 from rlhpc.cluster import preflight, storage, submission
 from rlhpc.cluster.job import Job, cpus_per_node, job_of
 from rlhpc.cluster.preflight import Cluster
@@ -29,7 +30,7 @@ def submit_run(cfg: RunConfig) -> int:
         print(describe(cfg, model_config), *scripts([job]), sep="\n", end="")
         return 0
     with submission.submitting(job.folder):
-        if submission.finished(cfg):
+        if finished(cfg):
             print(f"{shown_path(cfg.run_dir)} has finished; see: rlhpc report {shown_path(cfg.run_dir)}")
             return 0
         submission.refuse_held(cfg.run_dir)

@@ -10,6 +10,7 @@ from typing import Any
 
 from launch.modes import check_model_files
 from launch.submit import checked, plans, scripts
+from rlhpc.cli.resume import finished
 from rlhpc.cluster import submission
 from rlhpc.cluster.job import arrays_of
 from rlhpc.cluster.submission import shown_path
@@ -46,7 +47,7 @@ def submit_sweep(points: Sequence[Point]) -> int:
         check_model_files(cfg, model_config)
     with submission.submitting(sweep_dir / submission.LOG_FOLDER):
         taken = submission.holders([cfg.run_dir for cfg in runs])
-        taken |= {cfg.run_dir: "finished" for cfg in runs if submission.finished(cfg)}
+        taken |= {cfg.run_dir: "finished" for cfg in runs if finished(cfg)}
         free = [cfg for cfg in runs if cfg.run_dir not in taken]
         made: dict[str, submission.Submission] = {}
         for job in arrays_of(free, sweep_dir, limit) if free else []:

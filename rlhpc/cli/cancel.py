@@ -13,7 +13,7 @@ from rlhpc.cli.logs import UNDER_WAY
 from rlhpc.cli.runs import Run
 from rlhpc.cli.status import judge, look
 from rlhpc.cluster import slurm
-from rlhpc.cluster.attempt import publish_text
+from rlhpc.cluster.attempt import STOP_NAME, publish_text
 from rlhpc.errors import SlurmError
 
 PATIENCE_S = 15.0  # a run that commits a checkpoint takes its time
@@ -35,7 +35,7 @@ def cancel(argument: str, *, now: bool = False) -> None:
             print(f"{run.directory}: {state} already{', ' + why if why else ''}; nothing to cancel")
     for run in under_way:
         if run.job_id:
-            publish_text(run.directory / "STOP", f"rlhpc cancel, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+            publish_text(run.directory / STOP_NAME, f"rlhpc cancel, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     if now:
         for run in (run for run in under_way if run.job_id):
             with suppress(SlurmError):  # it may not have a step yet

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.identity import RUN_NAME, free
-from rlhpc.cli.runs import SETTINGS
+from rlhpc.cli.runs import SETTINGS, Run
 from rlhpc.cluster.attempt import read_json
 from rlhpc.config.load import diff, load, load_file
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError
 
-STOP_NAME = "STOP"
+WHERE = ("launch", "cluster", "run_dir")  # sections that alter where a run runs, not what it does
 Change = tuple[str, Any, Any]  # key, old value, new value
 
 
@@ -64,13 +64,9 @@ def shown(found: Sequence[Change]) -> Iterator[str]:
         yield f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
 
 
-def finished(directory: Path) -> bool:
-    """Whether the run came to its end by itself."""
-    return (read_json(directory / "progress.json") or {}).get("outcome") == "finished"
-
-
-def forget_cancel(directory: Path) -> None:
-    """Takes back `rlhpc cancel`, and says so."""
-    if (directory / STOP_NAME).exists():
-        (directory / STOP_NAME).unlink()
-        print(f"removed {directory / STOP_NAME}, left by rlhpc cancel")
+def finished(cfg: RunConfig) -> bool:
+    """Whether the run has come to its end, and `cfg` asks for nothing that it has not done."""
+    directory = Path(cfg.run_dir)
+    if Run(directory).settled != "finished":
+        return False
+    return all(key.partition(".")[0] in WHERE for key, _, _ in diff(settings_of(directory), cfg))

@@ -21,7 +21,7 @@ from typing import Any
 from yaml import YAMLError, safe_load
 
 from rlhpc.checkpoint.manifest import committed_steps
-from rlhpc.cluster.attempt import past_attempts, read_json
+from rlhpc.cluster.attempt import STOP_NAME, past_attempts, read_json
 from rlhpc.errors import ConfigError
 
 SETTINGS = ("config.yaml", "run.json")  # written by a submission, and by every driver
@@ -85,7 +85,7 @@ class Run:
     @property
     def stopped(self) -> bool:
         """Whether `rlhpc cancel` asked that nobody starts it again."""
-        return (self.directory / "STOP").exists()
+        return (self.directory / STOP_NAME).exists()
 
     @cached_property
     def rows(self) -> Sequence[Mapping[str, Any]]:

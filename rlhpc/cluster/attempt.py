@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+STOP_NAME = "STOP"
 ATTEMPT_VARIABLE = "RLHPC_ATTEMPT"  # the attempt's directory, in the environment of every process of it
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE = 0, 1, 2  # 2: what the user can mend

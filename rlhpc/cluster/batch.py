@@ -38,6 +38,7 @@ from rlhpc.cluster.attempt import (
     EXIT_FAILED,
     EXIT_STOPPED,
     EXIT_USAGE,
+    STOP_NAME,
     Attempt,
     Ending,
     past_attempts,
@@ -265,7 +266,7 @@ class Batch:
         return record
 
     def _stop_asked(self) -> bool:
-        return "STOP" in os.listdir(self.attempt.run_dir)
+        return STOP_NAME in os.listdir(self.attempt.run_dir)
 
     def _sweep(self, without: str | None) -> None:
         """Removes what killed supervisors left on the nodes, but for one that may be dead; on this one only where Slurm

@@ -145,7 +145,9 @@ def _options(cfg: RunConfig, log: Path) -> dict[str, Any]:
     wrote in cluster.sbatch."""
     cluster, launch = cfg.cluster, cfg.launch
     further = {
-        key.replace("_", "-"): value for key, value in cluster.sbatch.items() if value is not None and value is not False
+        key.replace("_", "-"): value
+        for key, value in cluster.sbatch.items()
+        if value is not None and value is not False
     }
     own_gpus = cfg.trainer.device == "cuda" and not further.keys() & {"gres", "gpus-per-node"}
     memory = cluster.memory_gib_per_node

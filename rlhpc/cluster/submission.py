@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cluster import slurm
-from rlhpc.cluster.attempt import past_attempts, publish_text, read_json
+from rlhpc.cluster.attempt import STOP_NAME, publish_text, read_json
 from rlhpc.cluster.ray_node import RaySpec
-from rlhpc.config.load import diff, load_file, to_yaml
+from rlhpc.config.load import to_yaml
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError
 
-CONFIG_NAME, JOB_NAME, STOP_NAME, LOG_FOLDER = "config.yaml", "job", "STOP", "slurm"
-NO_CHANGE = ("launch", "cluster", "run_dir")  # sections that alter where a run runs, not what it does
+CONFIG_NAME, JOB_NAME, LOG_FOLDER = "config.yaml", "job", "slurm"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -119,17 +118,6 @@ def refuse_held(run_dir: str | Path, own_job: str | None = None) -> None:
         )
 
 
-def finished(cfg: RunConfig) -> bool:
-    """Whether the run has ended by itself and `cfg` asks for nothing else than it did."""
-    run_dir = Path(cfg.run_dir)
-    last: dict[str, Any] = next(reversed(list(past_attempts(run_dir))), {})
-    outcome = last.get("outcome") or (read_json(run_dir / "progress.json") or {}).get("outcome")
-    if outcome != "finished" or not (run_dir / CONFIG_NAME).exists():
-        return False
-    done = load_file(run_dir / CONFIG_NAME)
-    return all(key.partition(".")[0] in NO_CHANGE for key, _, _ in diff(done, cfg))
-
-
 @contextmanager
 def submitting(folder: Path) -> Iterator[None]:
     """Two submissions into one folder come one after the other, so that the second sees the first's job."""
@@ -174,15 +162,17 @@ def fit_allocation(cfg: RunConfig, env: slurm.SlurmEnv, environ: Mapping[str, st
         )
 
 
-def claim(cfg: RunConfig, env: slurm.SlurmEnv) -> None:
-    """Makes the run that of the job which this process is in. A requeued job goes on with what it wrote at first,
-    whatever became of the YAML files since.
+def claimed(run_dir: str, env: slurm.SlurmEnv) -> bool:
+    """Whether this process is in a requeued job whose run it is already: that goes on with what it wrote at first,
+    whatever became of the YAML files, of the model or of an override's meaning since."""
+    known = Submission.read(run_dir)
+    return bool(env.restart and known and known.job_id == env.job_id and (Path(run_dir) / CONFIG_NAME).exists())
 
-    Raises ConfigError while someone else has the run directory.
-    """
-    run_dir, known = Path(cfg.run_dir), Submission.read(cfg.run_dir)
-    if env.restart and known is not None and known.job_id == env.job_id and (run_dir / CONFIG_NAME).exists():
-        return
+
+def claim(cfg: RunConfig, env: slurm.SlurmEnv) -> None:
+    """Makes the run that of the job which this process is in. Raises ConfigError while someone else has the run
+    directory."""
+    run_dir = Path(cfg.run_dir)
     with submitting(run_dir / LOG_FOLDER):
         refuse_held(run_dir, own_job=env.job_id)
         prepare(cfg)

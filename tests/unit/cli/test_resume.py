@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.resume import composed
-from rlhpc.cli.resume import changes, settings_of, shown
+from rlhpc.cli.resume import changes, finished, settings_of, shown
 from rlhpc.config.load import load, to_yaml
 from rlhpc.errors import ConfigError
 
@@ -61,6 +61,25 @@ def test_free_keys_change_and_others_only_before_the_first_step(tmp_path: Path) 
     assert [key for key, _, _ in changes(run, old, free)] == ["trainer.total_training_steps"]
     with pytest.raises(ConfigError, match="^resume can't change run_dir"):
         changes(run, old, composed(old, ["run_dir=/other"]))
+
+
+def test_a_run_is_finished_until_more_is_asked_of_it(tmp_path: Path) -> None:
+    """In an order of events: trained here, asked for more, given to a job that fails before it drives."""
+    run = write_run(tmp_path / "run", steps=5)
+    asked = settings_of(run)
+    assert not finished(asked)
+    (run / "progress.json").write_text(json.dumps({"outcome": "stopped", "attempt": None}))
+    assert not finished(asked)
+    (run / "progress.json").write_text(json.dumps({"outcome": "finished", "attempt": None}))
+    assert finished(asked) and finished(composed(asked, ["launch.time_min=60", "cluster=h200", "trainer.device=auto",
+                                                         "trainer.n_gpus_per_node=1"]))  # fmt: skip
+    more = composed(asked, ["trainer.total_training_steps=6"])
+    assert not finished(more)
+    (run / "config.yaml").write_text(to_yaml(more))
+    (run / "job.json").write_text(json.dumps({"job_id": "7", "submitted": 0.0}))
+    (run / "progress.json").write_text(json.dumps({"outcome": "finished", "attempt": "6-0"}))
+    (run / "attempts.jsonl").write_text(json.dumps({"job_id": "7", "outcome": "failed", "requeued": False}) + "\n")
+    assert not finished(more)
 
 
 @pytest.mark.parametrize(

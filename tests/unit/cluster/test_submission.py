@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rlhpc.cluster.slurm_env import SlurmEnv
-from rlhpc.cluster.submission import Submission, finished, fit_allocation, holders, prepare
+from rlhpc.cluster.submission import Submission, fit_allocation, holders, prepare
 from rlhpc.config.load import load, load_file
 from rlhpc.errors import ConfigError
 
@@ -48,21 +48,6 @@ def test_a_driver_on_this_machine_holds_its_directory(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert holders([str(tmp_path)]) == {str(tmp_path): "process 4711 on this machine"}
     assert holders([str(tmp_path)]) == {}
-
-
-@pytest.mark.parametrize("where", ["attempts.jsonl", "progress.json"])
-def test_a_run_is_finished_until_more_is_asked_of_it(tmp_path, where):
-    cfg = config(tmp_path, trainer={"total_training_steps": 5})
-    assert not finished(cfg)
-    prepare(cfg)
-    assert not finished(cfg)
-    (tmp_path / where).write_text(json.dumps({"outcome": "stopped"}) + "\n")
-    assert not finished(cfg)
-    with (tmp_path / where).open("a" if where.endswith("l") else "w") as file:
-        file.write(json.dumps({"outcome": "finished"}) + "\n")
-    assert finished(cfg)
-    assert finished(config(tmp_path, trainer={"total_training_steps": 5}, launch={"time_min": 60}))
-    assert not finished(config(tmp_path, trainer={"total_training_steps": 6}))
 
 
 def allocation(**more):
