@@ -131,7 +131,7 @@ class Batch:
         self._wait(srun)
         ending = self.attempt.ending()
         if srun.poll():  # a supervisor died, and srun ended the others
-            ending = ending or self.attempt.end(lost(relay.reason()))
+            ending = ending or self.attempt.end(lost(relay.reason(), self.env.nodes))
             self._sweep(without=ending.node)
         notice = self.attempt.stop_notice()
         if notice and notice.cause == "requeued" and any("DUE TO PREEMPTION" in line for line in relay.last):
@@ -269,19 +269,19 @@ class Batch:
         return STOP_NAME in os.listdir(self.attempt.run_dir)
 
     def _sweep(self, without: str | None) -> None:
-        """Removes what killed supervisors left on the nodes, but for one that may be dead; on this one only where Slurm
-        starts no further step."""
+        """Removes what killed supervisors left on the nodes, but for one that may be dead. On this one without a step,
+        which Slurm may no longer start."""
         sweep = [sys.executable, "-m", "rlhpc.cluster.session", "sweep", f"--temp-root={self._temp_root}"]
-        others = [node for node in self.env.nodes[1:] if node != without]
+        others = [node for node in self.env.nodes if node not in (self.env.node_name, without)]
         for command in (sweep, [*step(self.env, others), *sweep]) if others else (sweep,):
             with suppress(subprocess.TimeoutExpired):
                 subprocess.run(command, stdin=subprocess.DEVNULL, timeout=SWEEP_S, preexec_fn=hearing, check=False)
 
 
-def lost(reason: str | None) -> Ending:
-    """The nodes ended without a word, of which srun says: n2: task 1: Killed."""
-    node = re.match(r"(?:Node failure on )?([\w.-]+)", reason or "")
-    return Ending("lost", EXIT_FAILED, reason, node[1] if node else None)
+def lost(reason: str | None, nodes: Sequence[str]) -> Ending:
+    """The nodes ended without a word, of which srun says: n2: task 1: Killed, or: Node failure on n2."""
+    words = re.findall(r"[\w.-]+", reason or "")
+    return Ending("lost", EXIT_FAILED, reason, next((node for node in nodes if node in words), None))
 
 
 def step(env: SlurmEnv, on: Sequence[str]) -> list[str]:

@@ -26,6 +26,7 @@ def summary(attempt: Attempt, ending: Ending | None, *, outcome: str, requeued: 
         progress = {}
     checkpoint = progress.get("checkpoint") or {}
     resumed_from = start.get("checkpoint_step")
+    steps = [step for step in (progress.get("step"), resumed_from) if step is not None]  # a driver counts from 0 at first
     reason = ending.headline if ending else None
     return {
         "attempt": attempt.name,
@@ -44,7 +45,7 @@ def summary(attempt: Attempt, ending: Ending | None, *, outcome: str, requeued: 
         "first_failing": {"node": ending.node, "what": reason} if ending and ending.node else None,
         "phase_at_stop": (progress.get("stop") or {}).get("phase"),
         "resumed_from_step": resumed_from,
-        "last_step": progress.get("step", resumed_from),
+        "last_step": max(steps, default=None),
         "checkpoint_step": checkpoint.get("step", resumed_from),
         "save_s": checkpoint.get("save_s") if checkpoint.get("at", 0) >= start.get("at", 0) else None,
         "milestones": progress.get("milestones", {}),

@@ -38,7 +38,7 @@ from rlhpc.cluster.attempt import (
 from rlhpc.cluster.link import Link, Links
 from rlhpc.cluster.ray_node import RayNode, RaySpec
 from rlhpc.cluster.session import TOKEN_VARIABLE, Reaper, open_session
-from rlhpc.errors import RlhpcError, SlurmError
+from rlhpc.errors import ClusterError, RlhpcError, SlurmError
 
 ABSORBED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 TICK_S = 0.2
@@ -264,6 +264,8 @@ def main() -> int:
     attempt = Attempt.current(os.environ) or Attempt(arguments.run_dir.absolute(), env.job_id, env.restart)
     try:
         ending = supervise(attempt, env, program)
+    except ClusterError as error:
+        ending = attempt.end(Ending("lost", error.exit_code, str(error), env.node_name))
     except (RlhpcError, ValueError) as error:
         ending = attempt.end(Ending("failed", EXIT_USAGE, str(error), env.node_name))
     if ending.node == env.node_name and ending.reason:

@@ -117,6 +117,8 @@ def test_a_killed_attempt_gets_its_line_from_its_files(attempt: Attempt, tmp_pat
     )
     assert (last["resumed_from_step"], last["last_step"], last["checkpoint_step"], last["save_s"]) == (4, 7, 6, 1.5)
     assert (last["started"], last["nodes"], last["exit_code"], last["requeued"]) == (100, ["n1", "n2"], None, True)
+    publish_text(tmp_path / "progress.json", json.dumps(progress | {"step": 0}))  # killed before it had restored step 4
+    assert ledger.summary(attempt, None, outcome="lost", requeued=True, held=False)["last_step"] == 4
     # the same files, read by the attempt after it, whose driver has not written yet
     fresh = ledger.summary(own, Ending("lost", 1, "x", "n1", 200.0), outcome="lost", requeued=False, held=False)
     assert (fresh["checkpoint_step"], fresh["phase_at_stop"], fresh["save_s"]) == (None, None, None)
@@ -159,9 +161,12 @@ def test_what_follows_an_attempt(
 
 
 def test_srun_names_the_node() -> None:
-    assert lost("n2: task 1: Killed").node == "n2"
-    assert lost("Node failure on gpu-07.site").node == "gpu-07.site"
-    assert lost(None).node is None
+    nodes = ["n1", "n2", "n20", "gpu-07.site"]
+    assert lost("n2: task 1: Killed", nodes).node == "n2"
+    assert lost("n20: tasks 2-3: Killed", nodes).node == "n20"
+    assert lost("Node failure on gpu-07.site", nodes).node == "gpu-07.site"
+    assert lost("Unable to create step for job 7: Requested nodes are busy", nodes).node is None
+    assert lost(None, nodes).node is None
 
 
 def test_a_task_finds_its_run_or_hears_how_the_array_should_be(tmp_path: Path) -> None:
