@@ -26,7 +26,8 @@ def summary(attempt: Attempt, ending: Ending | None, *, outcome: str, requeued: 
         progress = {}
     checkpoint = progress.get("checkpoint") or {}
     resumed_from = start.get("checkpoint_step")
-    steps = [step for step in (progress.get("step"), resumed_from) if step is not None]  # a driver counts from 0 at first
+    # A driver that has not restored yet is at step 0.
+    steps = [step for step in (progress.get("step"), resumed_from) if step is not None]
     reason = ending.headline if ending else None
     return {
         "attempt": attempt.name,
