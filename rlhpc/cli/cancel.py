@@ -31,6 +31,10 @@ def cancel(argument: str, *, now: bool = False) -> None:
         state, why = judge(run, jobs)
         if state in UNDER_WAY and (run.job_id or run.driver_alive):
             under_way.append(run)
+        elif state == "running":
+            print(f"{run.directory}: {why}; cancel it on that machine")
+        elif state == "new":
+            print(f"{run.directory}: was never started; nothing to cancel")
         else:
             print(f"{run.directory}: {state} already{', ' + why if why else ''}; nothing to cancel")
     for run in under_way:

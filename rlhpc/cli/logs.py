@@ -186,6 +186,8 @@ def _none_of(run: Run, selection: Selection) -> str:
         known = sorted(int(path.stem.removeprefix("rank-")) for path in (run.directory / "logs").glob("rank-*.log"))
         there = f"there are ranks {known[0]} to {known[-1]}" if known else "no rank has started yet"
         return f"{run.directory} has no log of rank {selection.rank}; {there}"
+    if run.job_id and "log" in run.job and run.job["log"] is None:
+        return f"job {run.job_id} prints to the terminal of its salloc shell; its ranks' logs are shown with --rank"
     if run.job_id:
         return f"job {run.job_id} has printed nothing yet; see why it waits with: rlhpc status {run.directory}"
     return (

@@ -30,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RlhpcError as error:
         for line in filter(None, str(error).splitlines()):
             print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    except PermissionError as error:  # somebody else's run, or process
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror}; is it somebody else's?", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -20,6 +20,7 @@ Every file appears whole, by rename, and none is read by its existence alone. St
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -31,6 +32,8 @@ from typing import Any
 
 STOP_NAME = "STOP"
 ATTEMPT_VARIABLE = "RLHPC_ATTEMPT"  # the attempt's directory, in the environment of every process of it
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what flock says on a file system without locks
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE = 0, 1, 2  # 2: what the user can mend
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped with a checkpoint; another attempt goes on
@@ -158,7 +161,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         except FileNotFoundError:
             return None
         except OSError as error:
-            if error.errno != 116:  # ESTALE
+            if error.errno != errno.ESTALE:
                 raise
             time.sleep(0.1)
     return None

@@ -10,7 +10,6 @@ The job may run anywhere and at any later time: it reads nothing else of where i
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cluster import slurm
-from rlhpc.cluster.attempt import STOP_NAME, publish_text, read_json
+from rlhpc.cluster.attempt import NO_LOCKS, STOP_NAME, publish_text, read_json
 from rlhpc.cluster.ray_node import RaySpec
 from rlhpc.config.load import to_yaml
 from rlhpc.config.schema import RunConfig
@@ -126,7 +125,7 @@ def submitting(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+            if error.errno not in NO_LOCKS:
                 raise
         yield
 
@@ -205,6 +204,9 @@ def _driver_here(lock_path: Path) -> str | None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return next(iter(lock.read().split()), "unknown")
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
     except FileNotFoundError:
         pass
     return None

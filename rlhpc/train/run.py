@@ -5,7 +5,6 @@ What is heavy to import is imported after the signals are taken over and progres
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import signal
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlhpc.checkpoint.writer import Writer
-from rlhpc.cluster.attempt import EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, Attempt
+from rlhpc.cluster.attempt import EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, NO_LOCKS, Attempt
 from rlhpc.cluster.ray_node import RAY_ENVIRONMENT
 from rlhpc.cluster.stop import STOP_SIGNALS, StopFlag, StopRequested, UpdateCut
 from rlhpc.config.load import load_file
@@ -69,7 +68,7 @@ def run_lock(directory: Path, attempt: Attempt | None = None) -> Iterator[None]:
                     f"another process{who} is training in run_dir={directory}; wait for it, or choose another run_dir"
                 ) from error
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+            if error.errno not in NO_LOCKS:
                 raise
         lock.truncate(0)
         lock.write(f"{os.getpid()} {writer}")

@@ -88,6 +88,13 @@ def test_a_local_run_has_no_job_log(tmp_path: Path) -> None:
         logs(tmp_path, Selection(), follow=False)
 
 
+def test_a_job_of_an_salloc_shell_prints_there(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "job.json").write_text(json.dumps({"job_id": "7", "log": None, "submitted": 1.0}))
+    with pytest.raises(ConfigError, match="^job 7 prints to the terminal of its salloc shell; .*--rank"):
+        logs(tmp_path, Selection(), follow=False)
+
+
 def test_a_file_that_grows_is_cut_and_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "log"
     tail = Tail(path)
