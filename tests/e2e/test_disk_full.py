@@ -17,9 +17,7 @@ from tests.e2e.runs import command, comparable, finish, rows, run_to_end, start
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with room for one of the tiny model's checkpoints (14 MiB), not for two."""
     if os.geteuid() != 0:
-        pytest.skip(
-            "mounting a small tmpfs needs root; the unit tests cover a quota without"
-        )
+        pytest.skip("mounting a small tmpfs needs root; the unit tests cover a quota without")
     directory = tmp_path / "disk"
     directory.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "rlhpc-test", directory], check=True)
