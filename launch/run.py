@@ -23,7 +23,7 @@ from yaml import YAMLError  # noqa: E402
 
 from launch.overrides import checked  # noqa: E402
 from rlhpc.config.load import defaults, load  # noqa: E402
-from rlhpc.errors import RlhpcError  # noqa: E402
+from rlhpc.errors import RlhpcError, print_error  # noqa: E402
 
 USER_ERROR = 2
 
@@ -57,9 +57,8 @@ class ExitCodes:
 
 
 def refused(error: Exception) -> int:
-    """Says what the user can mend, without a traceback."""
-    for line in filter(None, str(error).splitlines()):
-        print(f"error: {line}", file=sys.stderr)
+    """Says what the user can mend; the exit code."""
+    print_error(error)
     return error.exit_code if isinstance(error, RlhpcError) else USER_ERROR
 
 

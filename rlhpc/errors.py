@@ -1,5 +1,7 @@
 """Errors a user can cause or must hear of. Each message says what, got, allowed and the fix."""
 
+import sys
+
 
 class RlhpcError(Exception):
     """Base of all errors that rlhpc raises on purpose; the command line prints them without a traceback and ends with
@@ -46,3 +48,9 @@ class ClusterError(TrainingError):
 
 class RankLostError(ClusterError):
     """A rank or its node died without an answer: killed, out of memory, powered off. Another try may get further."""
+
+
+def print_error(error: Exception) -> None:
+    """To standard error, without a traceback; a node's supervisor knows the driver's last words by how they begin."""
+    for line in filter(None, str(error).splitlines()):
+        print(f"error: {line}", file=sys.stderr)

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from rlhpc.cli import parser
-from rlhpc.errors import ConfigError, RlhpcError
+from rlhpc.errors import ConfigError, RlhpcError, print_error
 
 USER_ERROR, INTERRUPTED = 2, 130
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _carry_out(args)
         sys.stdout.flush()
     except RlhpcError as error:
-        for line in filter(None, str(error).splitlines()):
-            print(f"error: {line}", file=sys.stderr)
+        print_error(error)
         return error.exit_code
     except PermissionError as error:  # somebody else's run, or process
         where = f"{error.filename}: " if error.filename else ""

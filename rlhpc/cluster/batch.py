@@ -46,7 +46,7 @@ from rlhpc.cluster.attempt import (
 )
 from rlhpc.cluster.node import ABSORBED, ANSWER_S, LEFT, TICK_S, Relay, hear, hearing, parse
 from rlhpc.cluster.slurm import JobRecord, SlurmEnv
-from rlhpc.errors import ConfigError, RlhpcError, SlurmError
+from rlhpc.errors import ConfigError, RlhpcError, SlurmError, print_error
 
 RELAY_AFTER_S = 1.0  # then a signal that node 0 has not answered reached this script alone
 LAST_CALL_S = 1.5  # before Slurm kills this script: what has to be written, is
@@ -325,7 +325,7 @@ def main() -> int:
             parser.error("a run directory or --array-list is needed")
         return Batch(next_attempt(run_dir.absolute(), env), env, program).run()
     except RlhpcError as error:
-        say(f"error: {error}")
+        print_error(error)
         return EXIT_USAGE
 
 

@@ -19,7 +19,7 @@ from rlhpc.cluster.ray_node import RAY_ENVIRONMENT
 from rlhpc.cluster.stop import STOP_SIGNALS, StopFlag, StopRequested, UpdateCut
 from rlhpc.config.load import load_file
 from rlhpc.config.schema import RunConfig
-from rlhpc.errors import ConfigError, RlhpcError
+from rlhpc.errors import ConfigError, RlhpcError, print_error
 from rlhpc.train.progress import Progress
 
 
@@ -87,8 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         cfg.run_dir = str(directory)  # it may have been moved
         return run(cfg)
     except RlhpcError as error:
-        for line in filter(None, str(error).splitlines()):
-            print(f"error: {line}", file=sys.stderr)
+        print_error(error)
         return error.exit_code
 
 
