@@ -213,7 +213,7 @@ def table(statuses: Sequence[Status]) -> Table:
         found.add_column(header, justify="right")
     for run in statuses:
         again = f", attempt {run.attempt}" if run.attempt > 1 else ""
-        doing = f", {run.phase}" if run.phase else f": {run.why}" if run.why else ""
+        doing = f", {run.phase}" if run.phase else f": {run.why.partition(';')[0]}" if run.why else ""
         found.add_row(
             _short(run.run_dir), run.job_id or "-", f"{run.state}{again}{doing}", _steps(run), _number(run.reward),
             _checkpoint(run), "-" if run.eta_s is None else duration(run.eta_s),
@@ -231,7 +231,7 @@ def details(run: Status) -> Iterator[str]:
         said = f" ({run.slurm_state})" if run.slurm_state else ""
         yield f"  job         {run.job_id}{said}, attempt {run.attempt}{nodes}"
     share = f" ({run.phase_share:.0%})" if run.phase_share else ""
-    doing = f"; {run.phase}{share} for {duration(run.phase_s or 0)}" if run.phase else ""
+    doing = f"; in {run.phase}{share} for {duration(run.phase_s or 0)}" if run.phase else ""
     reward = "" if run.reward is None else f"; reward {run.reward:.3f}"
     yield f"  progress    {_steps(run)} steps{doing}{reward}"
     yield f"  checkpoint  {_checkpoint(run)}"

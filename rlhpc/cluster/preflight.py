@@ -204,7 +204,8 @@ def _chosen(cfg: RunConfig, name: str, members: Mapping[str, Fields]) -> tuple[M
     problems = []
     only, without = (slurm.expand_nodelist(v or "") for v in (cfg.cluster.nodelist, cfg.cluster.exclude))
     if unknown := [node for node in only if node not in members]:
-        problems.append(f"cluster.nodelist={cfg.cluster.nodelist}: {', '.join(unknown)} not in partition {name}")
+        what = f"cluster.nodelist={cfg.cluster.nodelist}: not in partition {name}: {', '.join(unknown)}"
+        problems.append(f"{what}; choose among {', '.join(list(members)[:8])}{', ...' * (len(members) > 8)}")
     if len(only) > cfg.trainer.nnodes:
         problems.append(
             f"cluster.nodelist={cfg.cluster.nodelist} names {len(only)} nodes, all of which Slurm would give, but "
@@ -244,8 +245,8 @@ def _reservation(cfg: RunConfig, cluster: Cluster) -> Iterator[str]:
     if (name := cfg.cluster.reservation) is None:
         return
     if (found := cluster.reservations.get(name)) is None:
-        known = ", ".join(sorted(cluster.reservations)) or "none exist: set null"
-        yield f"cluster.reservation={name} is unknown; choose {known}"
+        known = ", ".join(sorted(cluster.reservations))
+        yield f"cluster.reservation={name} is unknown; {f'choose {known}' if known else 'there are none, set null'}"
         return
     users, size = _listed(found.get("Users")), int(found.get("NodeCnt", 0))
     if users and getpass.getuser() not in users and not _listed(found.get("Accounts")):

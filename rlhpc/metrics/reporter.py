@@ -121,7 +121,8 @@ class Reporter:
         for name in sorted({name for row in rows for name in row if name.startswith("val-core/")}):
             scores = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
             (first_step, first), (last_step, last) = scores[0], scores[-1]
-            yield f"  {name}  {first:.3f} at step {first_step} -> {last:.3f} at step {last_step}"
+            later = f" -> {last:.3f} at step {last_step}" if len(scores) > 1 else ""
+            yield f"  {name}  {first:.3f} at step {first_step}{later}"
         yield f"  outputs      {self._directory}: metrics.jsonl, val_generations/, logs/"
         yield f"  checkpoints  {self._cfg.trainer.default_local_dir or self._directory / 'checkpoints'}"
         if self._wandb:

@@ -140,7 +140,7 @@ def test_the_same_run_while_it_waited(tmp_path: Path) -> None:
         Run(run.directory), queued(run, JobState="RUNNING", Reason="None", Restarts="2", NodeList="f[2-3]")
     )
     assert (working.state, working.why, working.phase, working.nodes) == ("running", "", "generate", ["f2", "f3"])
-    assert "  progress    25/30 steps; generate (40%) for 12s; reward 0.833" in list(details(working))
+    assert "  progress    25/30 steps; in generate (40%) for 12s; reward 0.833" in list(details(working))
     stopping = Run(run.directory)
     (run.directory / "progress.json").write_text(
         json.dumps(progress | {"stop": {"phase": "generate", "at": 1796038117.0, "seen_after_s": 0.1}})

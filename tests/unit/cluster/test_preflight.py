@@ -139,7 +139,10 @@ def test_accepted(changes):
             "trainer.nnodes=3 exceeds the 2 nodes of partition low that nodelist, exclude and constraint leave of its "
             "4; set at most 2, or choose another partition (grace, high would do)",
         ),
-        ({"cluster_nodelist": "d[4-5]", "trainer_nnodes": 2}, "cluster.nodelist=d[4-5]: d5 not in partition low"),
+        (
+            {"cluster_nodelist": "d[4-5]", "trainer_nnodes": 2},
+            "cluster.nodelist=d[4-5]: not in partition low: d5; choose among d1, d2, d3, d4",
+        ),
         (
             {"cluster_nodelist": "d[1-2]"},
             "cluster.nodelist=d[1-2] names 2 nodes, all of which Slurm would give, but trainer.nnodes=1; set "
@@ -173,6 +176,13 @@ def test_cpus_are_named_as_they_were_asked_for():
     typed = {"cluster_partition": "typed", "trainer_nnodes": 2, "launch_time_min": 60}
     assert refused(cpus=6, **typed) == []
     assert "nodes of partition typed have at most 6 CPUs" in refused(cpus=7, **typed)[0]  # MaxCPUsPerNode
+
+
+def test_a_cluster_without_reservations():
+    bare = cluster()
+    bare.reservations.clear()
+    unknown = "cluster.reservation=course is unknown; there are none, set null"
+    assert refused(on=bare, cluster_reservation="course") == [unknown]
 
 
 def test_unequal_nodes_limit_by_the_smallest_that_is_needed():
