@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def allocation(cfg: RunConfig) -> int:
         if cfg.launch.dry_run:
             return _told(cfg, model_config)
         check_model_files(cfg, model_config)
+        refuse_taken(cfg, model_config)
         submission.claim(cfg, env)
     sys.stdout.flush()
     os.environ["PYTHONUNBUFFERED"] = "1"
@@ -64,6 +66,15 @@ def check_model_files(cfg: RunConfig, model_config: dict[str, Any]) -> None:
     model_dir = Path(cfg.actor_rollout_ref.model.path)
     check_hf(model_dir, family_for(model_config).canonical_tensors(model_config))
     eos_token_ids(model_dir, model_config)
+
+
+def refuse_taken(cfg: RunConfig, model_config: dict[str, Any]) -> None:
+    """Raises CheckpointError where another run has trained in the run directory, before a job writes anything there."""
+    from rlhpc.checkpoint.identity import has_trained, refuse_another
+
+    run_dir = Path(cfg.run_dir)
+    if has_trained(run_dir):
+        refuse_another(run_dir, asdict(cfg), model_config)
 
 
 def _told(cfg: RunConfig, model_config: dict[str, Any]) -> int:

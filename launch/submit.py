@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.modes import check_model_files
+from launch.modes import check_model_files, refuse_taken
 from rlhpc.cli.plan import checkpoint_bytes, describe
 from rlhpc.cli.resume import finished
 from rlhpc.cluster import preflight, storage, submission
@@ -25,6 +25,7 @@ def submit_run(cfg: RunConfig) -> int:
     checked([cfg], [model_config])
     if not cfg.launch.dry_run:
         check_model_files(cfg, model_config)
+        refuse_taken(cfg, model_config)
     job = job_of(cfg)
     if cfg.launch.dry_run:
         print(describe(cfg, model_config), *scripts([job]), sep="\n", end="")

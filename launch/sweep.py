@@ -8,7 +8,7 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any
 
-from launch.modes import check_model_files
+from launch.modes import check_model_files, refuse_taken
 from launch.submit import checked, plans, scripts
 from rlhpc.cli.resume import finished
 from rlhpc.cluster import submission
@@ -45,6 +45,8 @@ def submit_sweep(points: Sequence[Point]) -> int:
     models_by_path = {cfg.actor_rollout_ref.model.path: (cfg, model) for cfg, model in zip(runs, models, strict=True)}
     for cfg, model_config in models_by_path.values():
         check_model_files(cfg, model_config)
+    for cfg, model_config in zip(runs, models, strict=True):
+        refuse_taken(cfg, model_config)
     with submission.submitting(sweep_dir / submission.LOG_FOLDER):
         taken = submission.holders([cfg.run_dir for cfg in runs])
         taken |= {cfg.run_dir: "finished" for cfg in runs if finished(cfg)}

@@ -42,33 +42,45 @@ FREE = (
 )
 
 
+def has_trained(directory: Path) -> bool:
+    """Whether the directory is a run's for good: a start that failed before it trained binds nobody."""
+    return (directory / "metrics.jsonl").exists()
+
+
+def refuse_another(directory: Path, config: Mapping[str, Any], model_config: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where the directory is that of another run, listing the keys that differ and may not, old
+    and new value."""
+    path = directory / RUN_NAME
+    if not path.exists():
+        return
+    try:
+        stored = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}); restore it, or choose another run_dir") from error
+    differing = [
+        f"  {key}: {json.dumps(old)} -> {json.dumps(new)}"
+        for key, old, new in _differences(stored, {"config": dict(config), "model": dict(model_config)})
+        if not free(key.removeprefix("config."))
+    ]
+    if differing:
+        raise CheckpointError(
+            f"run_dir={directory} belongs to a run with other settings:\n" + "\n".join(differing) + "\n"
+            "choose another run_dir, or restore these settings to go on with that run "
+            f"(free to change: {', '.join(FREE)})"
+        )
+
+
 def check_identity(
     directory: Path, config: Mapping[str, Any], model_config: Mapping[str, Any], *, trained: bool
 ) -> None:
-    """Writes the run's identity into its directory, after comparing it where something was trained there already: a
-    start that failed before binds nobody.
+    """Writes the run's identity into its directory, where something was trained there already after comparing it.
 
-    Raises CheckpointError listing the keys that differ and may not, old and new value.
+    Raises CheckpointError as `refuse_another` does.
     """
     path = directory / RUN_NAME
-    current = {"config": dict(config), "model": dict(model_config)}
-    if trained and path.exists():
-        try:
-            stored = json.loads(path.read_text())
-        except ValueError as error:
-            raise CheckpointError(f"{path} is damaged ({error}); restore it, or choose another run_dir") from error
-        differing = [
-            f"  {key}: {json.dumps(old)} -> {json.dumps(new)}"
-            for key, old, new in _differences(stored, current)
-            if not free(key.removeprefix("config."))
-        ]
-        if differing:
-            raise CheckpointError(
-                f"run_dir={directory} belongs to a run with other settings:\n" + "\n".join(differing) + "\n"
-                "choose another run_dir, or restore these settings to go on with that run "
-                f"(free to change: {', '.join(FREE)})"
-            )
-    text = json.dumps(current, indent=2) + "\n"
+    if trained:
+        refuse_another(directory, config, model_config)
+    text = json.dumps({"config": dict(config), "model": dict(model_config)}, indent=2) + "\n"
 
     def write(partial: Path) -> None:
         partial.write_text(text)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.identity import RUN_NAME, free
+from rlhpc.checkpoint.identity import RUN_NAME, free, has_trained
 from rlhpc.cli.runs import SETTINGS, Run
 from rlhpc.cluster.attempt import read_json
 from rlhpc.config.load import diff, load, load_file
@@ -45,7 +45,7 @@ def changes(directory: Path, old: RunConfig, new: RunConfig) -> list[Change]:
     if any(key == "run_dir" for key, _, _ in found):
         raise ConfigError("resume can't change run_dir; start another run with launch/run.py run_dir=...")
     binding = [change for change in found if not free(change[0])]
-    if binding and (directory / "metrics.jsonl").exists():
+    if binding and has_trained(directory):
         raise ConfigError(
             "\n".join(
                 [

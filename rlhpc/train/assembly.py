@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.identity import check_identity
+from rlhpc.checkpoint.identity import check_identity, has_trained
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.attempt import Attempt
 from rlhpc.cluster.ray_attempt import attempt_ray
@@ -99,8 +99,7 @@ def load_data(cfg: RunConfig, directory: Path) -> tuple[Any, PromptDataset, Prom
     family = family_for(model_config)
     check_hf(model_dir, family.canonical_tensors(model_config))
     eos_token_ids(model_dir, model_config)  # for its refusal: the ranks read them
-    trained = (directory / "metrics.jsonl").exists()
-    check_identity(directory, asdict(cfg), model_config, trained=trained)
+    check_identity(directory, asdict(cfg), model_config, trained=has_trained(directory))
     tokenizer = load_tokenizer(cfg)
     dataset = load_prompts(cfg.data.train_files, tokenizer, cfg.data)
     held_out = load_prompts(cfg.data.val_files, tokenizer, cfg.data) if cfg.data.val_files else None

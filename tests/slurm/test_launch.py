@@ -199,6 +199,12 @@ def test_a_sweep_trains_waits_and_reports_each_point(slurm: Cluster, task: Path,
     ).stdout.splitlines()
     assert again[1].split()[:2] == ["0", "finished"] and again[2].split()[1] == job_of(sweep / "1") != bad
 
+    settings = (sweep / "0/config.yaml").read_text()
+    other = command(task, sweep / "0", "launch=slurm", *QUICK, *ONE_RANK, HOLD, "seed=7")
+    refused = errors(launch(slurm, other, code=2))
+    assert refused[:2] == [f"run_dir={sweep / '0'} belongs to a run with other settings:", "  config.seed: 0 -> 7"]
+    assert (sweep / "0/config.yaml").read_text() == settings, "what the run was submitted with stays"
+
 
 @pytest.mark.parametrize("launcher", ["submitit_slurm", "submitit_local"])
 def test_plain_submitit_launchers_fail_where_a_point_fails(
