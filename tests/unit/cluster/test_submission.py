@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rlhpc.cluster.slurm_env import SlurmEnv
-from rlhpc.cluster.submission import Submission, fit_allocation, holders, prepare
+from rlhpc.cluster.submission import Submission, claimed, fit_allocation, holders, prepare
 from rlhpc.config.load import load, load_file
 from rlhpc.errors import ConfigError
 
@@ -48,6 +48,18 @@ def test_a_driver_on_this_machine_holds_its_directory(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert holders([str(tmp_path)]) == {str(tmp_path): "process 4711 on this machine"}
     assert holders([str(tmp_path)]) == {}
+
+
+def test_only_a_requeued_job_goes_on_with_what_it_wrote(tmp_path):
+    def env(job, restart):
+        return SlurmEnv.from_environ({"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": restart})
+
+    assert not claimed(str(tmp_path), env("7", "1"))
+    prepare(config(tmp_path))
+    Submission.made_now("7", "allocation", None).write(tmp_path)
+    assert claimed(str(tmp_path), env("7", "1"))
+    assert not claimed(str(tmp_path), env("7", "0"))  # the first start, or again in the same salloc shell
+    assert not claimed(str(tmp_path), env("8", "1"))
 
 
 def allocation(**more):
