@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from shlex import quote
 
 from rlhpc.cli import jobs as slurm_jobs
 from rlhpc.cli.logs import UNDER_WAY
@@ -70,9 +71,10 @@ def _await_end(runs: Sequence[Run]) -> None:
                 continue
             waiting.remove(run)
             newest = f"; checkpoint of step {max(fresh.checkpoints)}" if fresh.checkpoints else "; no checkpoint yet"
+            named = quote(str(run.directory))
             if state in UNDER_WAY:
-                print(f"{run.directory}: still {state}{', ' + why if why else ''}; see: rlhpc status {run.directory}")
+                print(f"{run.directory}: still {state}{', ' + why if why else ''}; see: rlhpc status {named}")
             else:
-                print(f"{run.directory}: {state}{newest}; rlhpc resume {run.directory} goes on with it")
+                print(f"{run.directory}: {state}{newest}; rlhpc resume {named} goes on with it")
         if waiting:
             time.sleep(POLL_S)

@@ -219,9 +219,7 @@ def _ray_logs(run: Run, selection: Selection) -> list[Path]:
 
 
 def _node_number(run: Run, node: str) -> int:
-    """A node's number in the job, by which srun labels its lines. Raises ConfigError for a name of none."""
-    if node.isdecimal():
-        return int(node)
+    """A node's number in the job, by which srun labels its lines. Raises ConfigError for one that it doesn't have."""
     names: dict[str, int] = {}
     for attempt in run.attempt_directories:
         for file in attempt.glob("node-*.json"):
@@ -229,10 +227,11 @@ def _node_number(run: Run, node: str) -> int:
             names |= {str(told[key]): int(file.stem.removeprefix("node-")) for key in ("name", "host") if key in told}
     for line in run.attempts:
         names |= {name: number for number, name in enumerate(line.get("nodes") or [])}
+    if node.isdecimal() and (not names or int(node) in names.values()):
+        return int(node)
     if node not in names:
-        raise ConfigError(
-            f"node {node!r} has no part in {run.directory}; choose {', '.join(names) or 'its number, 0...'}"
-        )
+        known = ", ".join(f"{name} ({number})" for name, number in names.items())
+        raise ConfigError(f"node {node} has no part in {run.directory}; choose {known or 'its number, 0, 1, ...'}")
     return names[node]
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from statistics import fmean
 from typing import Any
 
@@ -197,10 +198,10 @@ def _next(run: Run, state: str, record: JobRecord | None) -> str:
     if state == "held" and record is not None:
         return f"scontrol release {run.job_id}"
     if state in ("pending", "running", "ending"):
-        return f"rlhpc logs -f {run.directory}"
+        return f"rlhpc logs -f {quote(str(run.directory))}"
     if state == "finished":
-        return f"rlhpc report {run.directory}"
-    return f"rlhpc resume {run.directory}"
+        return f"rlhpc report {quote(str(run.directory))}"
+    return f"rlhpc resume {quote(str(run.directory))}"
 
 
 def table(statuses: Sequence[Status]) -> Table:

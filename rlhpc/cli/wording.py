@@ -107,8 +107,9 @@ def attempt_details(line: Mapping[str, Any]) -> list[str]:
         details.append(f"{signal} at {clock(line['signal_at'])}" if line.get("signal_at") else str(signal))
     if phase := line.get("phase_at_stop"):
         details.append(f"in {phase}")
-    if line.get("last_step") is not None:
-        details.append(f"steps {line.get('resumed_from_step') or 0} to {line['last_step']}")
+    if (last := line.get("last_step")) is not None:
+        first = line.get("resumed_from_step") or 0
+        details.append(f"steps {first} to {last}" if last > first else f"no step after {first}")
     if line.get("checkpoint_step") is not None:
         save = f", saved in {line['save_s']:.2g} s" if line.get("save_s") is not None else ""
         details.append(f"checkpoint of step {line['checkpoint_step']}{save}")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Any
 
@@ -130,7 +131,7 @@ class Reporter:
         if not finished:
             yield "  next         the same command goes on from here"
             return
-        yield f"  next         rlhpc report {self._directory}  for a summary and plots"
+        yield f"  next         rlhpc report {quote(str(self._directory))}  for a summary and plots"
         yield "               more training: the same command with a larger trainer.total_training_steps"
 
 
