@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhpc.errors import ConfigError, print_error
+
 STOP_NAME = "STOP"
 ATTEMPT_VARIABLE = "RLHPC_ATTEMPT"  # the attempt's directory, in the environment of every process of it
 
@@ -142,14 +144,27 @@ def publish_text(path: Path, text: str, mode: int = 0o644, *, replace: bool = Tr
     `replace=False` a file that is there stays."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+    except OSError:
+        partial.unlink()
+        raise
     if replace:
         os.replace(partial, path)
         return
     with suppress(FileExistsError):
         os.link(partial, path)  # atomic, also between NFS clients
     partial.unlink()
+
+
+def refuse_full(run_dir: Path | None, error: OSError) -> int:
+    """The exit code where nothing of an attempt can be written down, not even its end, after telling so. Raises any
+    other error again."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+    print_error(ConfigError(f"{run_dir}: {error.strerror}; make room there, then: rlhpc resume {run_dir}"))
+    return EXIT_USAGE
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -43,6 +43,7 @@ from rlhpc.cluster.attempt import (
     Ending,
     past_attempts,
     read_json,
+    refuse_full,
 )
 from rlhpc.cluster.node import ABSORBED, ANSWER_S, LEFT, TICK_S, Relay, hear, hearing, parse
 from rlhpc.cluster.slurm import JobRecord, SlurmEnv
@@ -318,15 +319,19 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path, nargs="?", help="a run directory with config.yaml and cluster.json")
     parser.add_argument("--array-list", type=Path, help="a file of run directories, one for each task of the array")
     arguments, program = parse(parser)
+    run_dir: Path | None = arguments.run_dir
     try:
         env = SlurmEnv.from_environ(os.environ)
-        run_dir = run_dir_of(arguments.array_list, env) if arguments.array_list else arguments.run_dir
+        if arguments.array_list:
+            run_dir = run_dir_of(arguments.array_list, env)
         if run_dir is None:
             parser.error("a run directory or --array-list is needed")
         return Batch(next_attempt(run_dir.absolute(), env), env, program).run()
     except RlhpcError as error:
         print_error(error)
         return EXIT_USAGE
+    except OSError as error:
+        return refuse_full(run_dir, error)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from rlhpc.cluster.attempt import (
     Ending,
     StopNotice,
     read_json,
+    refuse_full,
 )
 from rlhpc.cluster.link import Link, Links
 from rlhpc.cluster.ray_node import RayNode, RaySpec
@@ -245,6 +246,16 @@ def supervise(attempt: Attempt, env: slurm.SlurmEnv, program: list[str]) -> Endi
             link.close()
 
 
+def ended(attempt: Attempt, env: slurm.SlurmEnv, program: list[str]) -> Ending:
+    """How the attempt ended, on this node or before on another."""
+    try:
+        return supervise(attempt, env, program)
+    except ClusterError as error:
+        return attempt.end(Ending("lost", error.exit_code, str(error), env.node_name))
+    except (RlhpcError, ValueError) as error:
+        return attempt.end(Ending("failed", EXIT_USAGE, str(error), env.node_name))
+
+
 def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
     """The command line up to -- and the program after it."""
     words = sys.argv[1:]
@@ -263,11 +274,9 @@ def main() -> int:
     env = slurm.SlurmEnv.from_environ(os.environ)
     attempt = Attempt.current(os.environ) or Attempt(arguments.run_dir.absolute(), env.job_id, env.restart)
     try:
-        ending = supervise(attempt, env, program)
-    except ClusterError as error:
-        ending = attempt.end(Ending("lost", error.exit_code, str(error), env.node_name))
-    except (RlhpcError, ValueError) as error:
-        ending = attempt.end(Ending("failed", EXIT_USAGE, str(error), env.node_name))
+        ending = ended(attempt, env, program)
+    except OSError as error:
+        return refuse_full(attempt.run_dir, error)
     if ending.node == env.node_name and ending.reason:
         say(f"{ending.outcome}: {ending.reason}")
     return 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,26 @@ def test_deaths_end_the_attempt_and_the_next_goes_on(slurm: Cluster, tmp_path: P
     third = loop.wait_lines(3)[2]
     assert only(third, "restart", "outcome", "held") == (2, "lost", False)
     slurm.cancel(loop.id)
+
+
+def test_a_full_disk_is_told_where_nothing_can_be_written_down(slurm: Cluster, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    attempts = tmp_path / "run/attempts"
+    attempts.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "rlhpc-test", attempts], check=True)
+    try:
+        job = submit(slurm, tmp_path / "run", str(FOREVER), "-plow", "-N2")
+        job.wait_step(1)
+        with suppress(OSError):
+            (attempts / "fill").write_bytes(bytes(2**20))
+        os.kill(job.progress["pid"], signal.SIGKILL)
+        assert slurm.wait_end(job.id) == "FAILED" and slurm.show(job.id)["ExitCode"] == "2:0", job.log
+    finally:
+        subprocess.run(["umount", "--lazy", attempts], check=True)
+    told = f"error: {job.run_dir}: No space left on device; make room there, then: rlhpc resume {job.run_dir}"
+    assert told in job.log.splitlines() and "Traceback" not in job.log
+    assert slurm.processes(job.id) == []
 
 
 def test_lost_node(slurm: Cluster, tmp_path: Path) -> None:
