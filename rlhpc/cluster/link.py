@@ -11,6 +11,7 @@ import hmac
 import os
 import select
 import socket
+from contextlib import suppress
 
 from rlhpc.cluster.attempt import Attempt
 from rlhpc.cluster.network import choose, towards_peers
@@ -39,9 +40,10 @@ class Links:
         ready, _, _ = select.select([self._server, *self._peers], [], [], 0)
         for connection in ready:
             if connection is self._server:
-                peer, _ = self._server.accept()
-                _probe(peer)
-                self._peers[peer] = None
+                with suppress(OSError):  # gone before it was greeted, as a port scan is
+                    peer, _ = self._server.accept()
+                    self._peers[peer] = None
+                    _probe(peer)
             elif (name := self._heard(connection)) is not None:
                 return name
         return None

@@ -111,7 +111,8 @@ class RayNode:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(attempt.token_path),
         }  # fmt: skip
-        self.environment.pop("RAY_ADDRESS", None)  # somebody's own Ray
+        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):  # somebody's own Ray
+            self.environment.pop(name, None)
         self._logs = attempt.directory / "ray" / f"node-{env.node_id}"
         self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._record: dict[str, Any] = {

@@ -14,6 +14,7 @@ Standard library only.
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import json
 import os
@@ -121,6 +122,10 @@ def alive(directory: Path) -> bool:
             return time.time() - directory.stat().st_mtime < _YOUNG_S
         except FileNotFoundError:
             return True  # another sweep was quicker
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False  # a link in the place of the owner's file: no owner of ours made it
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

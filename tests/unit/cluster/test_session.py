@@ -76,6 +76,15 @@ def test_a_directory_in_the_making_is_left_alone_and_an_old_one_without_an_owner
     clean(session)
 
 
+def test_a_link_in_the_place_of_the_owners_file_stops_no_sweep(root: Path) -> None:
+    made = root / f"rlhpc-{os.getuid()}" / "0123abcd"
+    made.mkdir(parents=True)
+    (made / "owner.json").symlink_to("/etc/passwd")
+    session = open_session(str(root))
+    assert not made.exists()
+    clean(session)
+
+
 def test_a_root_that_is_not_ones_own_is_refused(root: Path) -> None:
     """Somebody else could have made it first in a shared /tmp."""
     if os.getuid() != 0:
