@@ -8,6 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${RLHPC_VENV:-.venv}
 stamp=$venv/rlhpc-requirements
 wanted=$({ realpath -m "$venv"; sed "/^\[tool.ruff\]/,\$d" pyproject.toml; cat requirements/{cpu,dev}.txt; } | sha256sum)
+exec 9<scripts/setup.sh
+flock 9 # two set-ups at once would clear each other's environment; the second waits, and finds it made
 [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]] && exit 0
 
 log=$(mktemp "${TMPDIR:-/tmp}/rlhpc-setup.XXXXXX")
