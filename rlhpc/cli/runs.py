@@ -83,6 +83,17 @@ class Run:
         return sorted((self.directory / "attempts").glob("*-*"), key=lambda path: _numbers(path.name))
 
     @property
+    def newest_attempt(self) -> str | None:
+        """The name of the attempt that the newest job began last."""
+        names = (path.name for path in reversed(self.attempt_directories))
+        return next((name for name in names if name.rpartition("-")[0] == self.job_id), None)
+
+    @property
+    def between_attempts(self) -> bool:
+        """Whether the newest attempt has ended: inside salloc a job goes on without one."""
+        return bool(self.attempts) and self.attempts[-1].get("attempt") == self.newest_attempt
+
+    @property
     def stopped(self) -> bool:
         """Whether `rlhpc cancel` asked that nobody starts it again."""
         return (self.directory / STOP_NAME).exists()

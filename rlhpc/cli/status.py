@@ -144,7 +144,7 @@ def judge(run: Run, jobs: Jobs) -> tuple[str, str]:
     progress, record = run.progress, jobs.find(run.job_id)
     if run.job_id is None:
         return _judge_local(run)
-    if record is not None and record.live:
+    if record is not None and record.live and (record.batch or not run.between_attempts):
         return _judge_live(run, record)
     if settled := run.settled:
         return settled, attempt_end(run.attempts[-1]).removeprefix(settled).lstrip(": ") if run.attempts else ""
@@ -170,7 +170,7 @@ def _judge_live(run: Run, record: JobRecord) -> tuple[str, str]:
         return "held" if record.held else "pending", why_pending(record, str(run.job_id))
     if record.completing:
         return "ending", "cleaning up" if not run.stopped else "being cancelled"
-    if run.progress.get("attempt") != f"{run.job_id}-{record.restarts}":
+    if run.progress.get("attempt") != (f"{run.job_id}-{record.restarts}" if record.batch else run.newest_attempt):
         return "running", "starting Ray on its nodes"
     if (stop := run.progress.get("stop")) is not None:
         return "ending", f"asked to stop at {clock(stop['at'])}"

@@ -320,7 +320,8 @@ def test_inside_salloc_the_same_command_goes_on(slurm: Cluster, tmp_path: Path) 
     """There is no script to requeue; Ctrl-C saves and leaves, and leaves srun alone."""
     python = shlex.quote(sys.executable)
     batch = f"{python} -m rlhpc.cluster.batch {tmp_path} -- {python} {ROOT}/tests/slurm/driver.py 30"
-    script = f"{batch} & echo $! >{tmp_path}/pid; wait $!; echo code $?; {batch}; echo code $?"
+    status = f"{python} -m rlhpc.cli.main status --json {tmp_path} >{tmp_path}/between"
+    script = f"{batch} & echo $! >{tmp_path}/pid; wait $!; echo code $?; {status}; {batch}; echo code $?"
     shell = subprocess.Popen(
         ["salloc", "-plow", "-N2", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=500M", "bash", "-c", script],
         env=slurm.environ(PYTHONPATH=str(ROOT)),
@@ -333,6 +334,8 @@ def test_inside_salloc_the_same_command_goes_on(slurm: Cluster, tmp_path: Path) 
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGINT)
     output, _ = shell.communicate(timeout=120)
     assert [line for line in output.splitlines() if line.startswith("code")] == ["code 75", "code 0"], output
+    (between,) = json.loads((tmp_path / "between").read_text())  # the job goes on without an attempt
+    assert only(between, "state", "slurm_state", "attempt") == ("stopped", "RUNNING", 1)
     first, second = past_attempts(tmp_path)
     assert only(first, "restart", "outcome", "cause", "signal", "requeued") == (0, "stopped", "signal", "SIGINT", False)
     assert only(second, "restart", "outcome", "job_id") == (1, "finished", first["job_id"])

@@ -149,6 +149,19 @@ def test_the_same_run_while_it_waited(tmp_path: Path) -> None:
     assert said == ("ending", f"asked to stop at {clock(1796038117)}")
 
 
+def test_attempts_inside_salloc(tmp_path: Path) -> None:
+    """They are counted on while the job never restarts, and the job outlives each."""
+    run = recorded("requeued", tmp_path)
+    shell = queued(run, JobState="RUNNING", BatchFlag="0", Restarts="0", Reason="None")
+    assert judge(Run(run.directory), shell) == ("finished", "")
+    attempts = run.directory / "attempts.jsonl"
+    attempts.write_text("".join(attempts.read_text().splitlines(keepends=True)[:2]))
+    progress = json.loads((run.directory / "progress.json").read_text()) | {"outcome": "running"}
+    for name, why in (("88034-1", "starting Ray on its nodes"), ("88034-2", "")):
+        (run.directory / "progress.json").write_text(json.dumps(progress | {"attempt": name}))
+        assert judge(Run(run.directory), shell) == ("running", why)
+
+
 def test_what_became_of_a_job_that_the_run_does_not_tell(tmp_path: Path) -> None:
     """Slurm's word counts where the last line says that the run goes on, or where an attempt left none."""
     run = recorded("requeued", tmp_path)
