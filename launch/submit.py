@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,16 +38,27 @@ def submit_run(cfg: RunConfig) -> int:
         submission.refuse_held(cfg.run_dir)
         (made,) = job.submit()
     shown, log = shown_path(cfg.run_dir), shown_path(str(made.log))
-    print(f"submitted job {made.job_id}: {asked(cfg)}")
-    print(f"  run dir  {shown}\n  log      {log}")
-    print(f"  rlhpc status {shown}      what it does now, or why it waits")
-    print(f"  rlhpc logs -f {shown}     follow it")
-    print(f"  rlhpc cancel {shown}      end it for good", flush=True)
+    tell(
+        f"submitted job {made.job_id}: {asked(cfg)}",
+        f"  run dir  {shown}",
+        f"  log      {log}",
+        f"  rlhpc status {shown}      what it does now, or why it waits",
+        f"  rlhpc logs -f {shown}     follow it",
+        f"  rlhpc cancel {shown}      end it for good",
+    )
     if not cfg.launch.wait:
         return 0
     from rlhpc.cli.wait import wait
 
     return wait({made.job_id: Path(cfg.run_dir)})
+
+
+def tell(*lines: str) -> None:
+    """Prints what was submitted, which stays so when the reader has enough, as head does."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may a later line fail
 
 
 def checked(runs: Sequence[RunConfig], models: Sequence[Mapping[str, Any]]) -> int:

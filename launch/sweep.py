@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.modes import check_model_files, refuse_taken
-from launch.submit import checked, plans, scripts
+from launch.submit import checked, plans, scripts, tell
 from rlhpc.cli.resume import finished
 from rlhpc.cluster import submission
 from rlhpc.cluster.job import arrays_of
@@ -54,9 +54,8 @@ def submit_sweep(points: Sequence[Point]) -> int:
         made: dict[str, submission.Submission] = {}
         for job in arrays_of(free, sweep_dir, limit) if free else []:
             made |= {cfg.run_dir: done for cfg, done in zip(job.runs, job.submit(), strict=True)}
-    for line in table(points, taken | {run_dir: done.job_id for run_dir, done in made.items()}):
-        print(line)
-    print(f"\nrlhpc status {shown_path(sweep_dir)}    rlhpc cancel {shown_path(sweep_dir)}", flush=True)
+    tell(*table(points, taken | {run_dir: done.job_id for run_dir, done in made.items()}))
+    tell("", f"rlhpc status {shown_path(sweep_dir)}    rlhpc cancel {shown_path(sweep_dir)}")
     if not first.launch.wait:
         return 0
     from rlhpc.cli.wait import wait

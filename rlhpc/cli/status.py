@@ -153,7 +153,7 @@ def judge(run: Run, jobs: Jobs) -> tuple[str, str]:
         state, why = ENDED_STATES[ended]
         if state == "finished":
             return "failed", "Slurm says COMPLETED, but the run has not written that it finished"
-        return state, why or str(progress.get("reason") or "")
+        return state, why or (str(progress.get("reason") or "") if state == "failed" else "")
     if jobs.problem:
         return "unknown", f"its driver last wrote {_ago(run)}" if progress else "Slurm could not be asked"
     return ("cancelled", "") if run.stopped else ("killed", f"Slurm no longer knows job {run.job_id}")
@@ -199,6 +199,8 @@ def _next(run: Run, state: str, record: JobRecord | None) -> str:
         return f"scontrol release {run.job_id}"
     if state in ("pending", "running", "ending"):
         return f"rlhpc logs -f {quote(str(run.directory))}"
+    if state == "unknown":
+        return "scontrol ping"
     if state == "finished":
         return f"rlhpc report {quote(str(run.directory))}"
     return f"rlhpc resume {quote(str(run.directory))}"

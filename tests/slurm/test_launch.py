@@ -82,6 +82,12 @@ def test_a_dry_run_prints_the_bytes_that_are_submitted(slurm: Cluster, task: Pat
     assert queued(slurm) == [job]
 
 
+def test_a_reader_that_leaves_early_does_not_undo_a_submission(slurm: Cluster, task: Path, tmp_path: Path) -> None:
+    piped = ["bash", "-c", '"$0" "$@" | true; exit ${PIPESTATUS[0]}']
+    done = launch(slurm, [*piped, *command(task, tmp_path / "run", "launch=slurm", HOLD)])
+    assert queued(slurm) == [job_of(tmp_path / "run")] and "Broken" not in done.stderr
+
+
 def test_a_sweep_is_an_array_and_again_submits_only_what_is_missing(slurm: Cluster, task: Path, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     arguments = multirun(

@@ -179,6 +179,7 @@ def test_what_became_of_a_job_that_the_run_does_not_tell(tmp_path: Path) -> None
     assert after("COMPLETED") == ("failed", "Slurm says COMPLETED, but the run has not written that it finished")
     silent = judge(Run(run.directory), Jobs(problem="Slurm does not answer"))
     assert silent[0] == "unknown" and silent[1].startswith("its driver last wrote ")
+    assert status_of(Run(run.directory), Jobs(problem="Slurm does not answer")).next == "scontrol ping"
 
 
 def test_a_run_that_failed(tmp_path: Path) -> None:
