@@ -51,6 +51,7 @@ class Progress:
 
     def __init__(self, directory: Path, attempt: Attempt | None, stop: StopFlag) -> None:
         self._path, self._stop = directory / PROGRESS_NAME, stop
+        self._trouble = ""
         known = read_json(self._path) or {}
         now = time.time()
         self._state: dict[str, Any] = {
@@ -126,8 +127,11 @@ class Progress:
     def _write(self) -> None:
         try:
             publish_text(self._path, json.dumps(self._state, indent=1) + "\n")
+            self._trouble = ""
         except OSError as error:
-            log.warning("%s can't be written: %s", self._path, error)
+            if self._trouble != (trouble := str(error.strerror)):  # on a full disk at every phase of every step
+                log.warning("%s can't be written: %s", self._path, trouble)
+            self._trouble = trouble
 
 
 def _outcome(error: BaseException | None) -> str:

@@ -192,7 +192,8 @@ class RankWorker:
 
 def _print_error(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
     if error is not None:
-        traceback.print_exception(kind, error, trace)
+        with suppress(OSError):  # on a full disk the driver has to hear of the error, not of the log
+            traceback.print_exception(kind, error, trace)
 
 
 def _redirect_output(log: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
+import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError
 
 from rlhpc.errors import RankLostError, TrainingError
-from rlhpc.train.worker import _reason, first_failure
+from rlhpc.train.worker import _print_error, _reason, first_failure
 
 
 def test_memory_is_told_with_what_to_do() -> None:
@@ -51,3 +53,14 @@ def test_what_a_rank_raised_is_told_in_a_line_with_the_place_of_the_rest(tmp_pat
     error = first_failure("save", {1: raised(KeyError("layer")), 0: raised(RuntimeError("closed"))}, logs)
     assert str(error) == f"rank 1 failed in save: KeyError: 'layer'\nthe traceback is at the end of {logs[1]}"
     assert not isinstance(error, RankLostError)
+
+
+def test_a_log_on_a_full_disk_hides_no_error() -> None:
+    error = TrainingError("loss is nan at step 3")
+    full = Path("/dev/full").open("w", buffering=1)
+    with pytest.raises(OSError, match="No space left"):
+        full.write("a line\n")
+    with redirect_stderr(full):
+        _print_error(type(error), error, None)  # and raises nothing
+    with suppress(OSError):
+        full.close()
