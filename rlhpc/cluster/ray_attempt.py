@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -26,13 +26,12 @@ def attempt_ray(
     attempt: Attempt,
     *,
     waiting: Callable[[], None] = lambda: None,
-    connecting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Placement]:
     """Waits for head.json and for every node of the attempt, connects, and says where the ranks go. Stops nothing on
     the way out: Ray's daemons are their supervisors'.
 
-    `waiting` is called several times a second and may raise; `connecting` surrounds the call that installs Ray's own
-    signal handlers. Raises ClusterError after cluster.start_timeout_s, naming the nodes that are missing.
+    `waiting` is called several times a second and may raise. Raises ClusterError after cluster.start_timeout_s, naming
+    the nodes that are missing.
     """
     deadline = time.monotonic() + cfg.cluster.start_timeout_s
     spec = RaySpec.read(attempt.run_dir)
@@ -43,8 +42,7 @@ def attempt_ray(
         waiting()
         time.sleep(_LOOK_S)
     try:
-        with connecting():
-            connect(head["ip"], head["port"])
+        connect(head["ip"], head["port"])
         while missing := _missing(spec.num_nodes):
             if time.monotonic() > deadline:
                 raise ClusterError(_who_is_missing(missing, names, attempt, cfg.cluster.start_timeout_s))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import ray
 
 from rlhpc.cluster.placement import Placement
 from rlhpc.cluster.ray_node import RAY_ENVIRONMENT
@@ -19,14 +19,22 @@ from rlhpc.errors import ConfigError
 
 @contextmanager
 def local_ray(cluster: ClusterConfig, *, num_ranks: int, num_gpus: int) -> Iterator[Placement]:
-    """Starts Ray with one CPU slot set per rank and yields where they meet; leaves nothing behind on any way out."""
+    """Starts Ray with one CPU slot per rank and yields where they meet; leaves nothing behind on any way out.
+
+    Other users of the machine reach its ports, so that it takes only who has a token. Ray reads the mode when it is
+    loaded and the token once: the next run of a sweep, in this process, has the same.
+    """
+    assert "ray" not in sys.modules or os.environ.get("RAY_AUTH_MODE") == "token", "Ray was loaded without tokens"
     try:
         session = open_session(cluster.ray_temp_root)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     reaper = Reaper(session)
     os.environ[TOKEN_VARIABLE] = session.token  # inherited by Ray's daemons and, through them, by the ranks
-    os.environ.update(RAY_ENVIRONMENT)
+    os.environ.update(RAY_ENVIRONMENT, RAY_AUTH_MODE="token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    import ray
+
     try:
         with blocked(STOP_SIGNALS):
             ray.init(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ from typing import Any
 from rlhpc.checkpoint.identity import check_identity, has_trained
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.attempt import Attempt
-from rlhpc.cluster.ray_attempt import attempt_ray
-from rlhpc.cluster.ray_local import local_ray
+from rlhpc.cluster.placement import Placement
 from rlhpc.cluster.stop import StopFlag
 from rlhpc.config.checks import device_of
 from rlhpc.config.model_dir import eos_token_ids, read_model_config
@@ -48,11 +47,7 @@ def assembled(
     progress.plan(total_steps)
     stop.check()
     with ExitStack() as stack:
-        placement = stack.enter_context(
-            attempt_ray(cfg, attempt, waiting=stop.check)
-            if attempt
-            else local_ray(cfg.cluster, num_ranks=num_ranks, num_gpus=num_ranks if device == "cuda" else 0)
-        )
+        placement = stack.enter_context(started_ray(cfg, attempt, stop, num_gpus=num_ranks if device == "cuda" else 0))
         progress.milestone("ray_ready")
         pool = stack.enter_context(
             RewardPool(
@@ -108,6 +103,20 @@ def load_data(cfg: RunConfig, directory: Path) -> tuple[Any, PromptDataset, Prom
     for prompts in filter(None, (dataset, held_out)):
         prompts.check_tokens(family.model_facts(model_config).vocab_size)
     return tokenizer, dataset, held_out
+
+
+def started_ray(
+    cfg: RunConfig, attempt: Attempt | None, stop: StopFlag, *, num_gpus: int
+) -> AbstractContextManager[Placement]:
+    """The Ray of this attempt, or one of this process alone, which settles how Ray is loaded before it is."""
+    if attempt:
+        from rlhpc.cluster.ray_attempt import attempt_ray
+
+        return attempt_ray(cfg, attempt, waiting=stop.check)
+    from rlhpc.cluster.ray_local import local_ray
+
+    num_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    return local_ray(cfg.cluster, num_ranks=num_ranks, num_gpus=num_gpus)
 
 
 def resolve_device(cfg: RunConfig) -> str:

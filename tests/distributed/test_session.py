@@ -12,34 +12,46 @@ import pytest
 from rlhpc.cluster.session import Session, clean, open_session, processes
 
 DRIVER = """
-import os, sys, time, ray
+import os, sys, time
 from rlhpc.cluster.ray_local import local_ray
 from rlhpc.cluster.session import ident_of
 from rlhpc.config.schema import ClusterConfig
 
-@ray.remote(num_cpus=1)
 class Rank:
     def hold(self, ident):
         open(f"/dev/shm/{ident}-segment", "w").write("x")
         time.sleep(1000)
 
 with local_ray(ClusterConfig(ray_temp_root=sys.argv[1]), num_ranks=2, num_gpus=0):
+    import ray
+
     token = os.environ["RLHPC_SESSION"]
     ident = ident_of(token)
-    ranks = [Rank.remote() for _ in range(2)]
+    ranks = [ray.remote(Rank).remote() for _ in range(2)]
     ray.get([rank.__ray_ready__.remote() for rank in ranks])
     ranks[0].hold.remote(ident)
     while not list(__import__("pathlib").Path("/dev/shm").glob(f"{ident}*")):
         time.sleep(0.1)
-    print("READY", token, flush=True)
+    print("READY", token, ray.get_runtime_context().gcs_address, flush=True)
     if sys.argv[2] == "wait":
         time.sleep(1000)
     if sys.argv[2] == "raise":
         raise RuntimeError("as a crash would")
 """
 
+CONNECT = """
+import sys
+from rlhpc.cluster.ray_attempt import connect
+from rlhpc.errors import ClusterError
+try:
+    connect(sys.argv[1], int(sys.argv[2]))
+except ClusterError as error:
+    print(error)
+"""
 
-def start_driver(root: Path, mode: str) -> tuple[subprocess.Popen[str], Session]:
+
+def start_driver(root: Path, mode: str) -> tuple[subprocess.Popen[str], Session, str]:
+    """The driver once its Ray is up, its session, and where Ray listens."""
     env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(root), mode], stdout=subprocess.PIPE, text=True, env=env
@@ -47,8 +59,8 @@ def start_driver(root: Path, mode: str) -> tuple[subprocess.Popen[str], Session]
     assert driver.stdout is not None
     for line in driver.stdout:
         if line.startswith("READY"):
-            token = line.split()[1]
-            return driver, Session(token, root / f"rlhpc-{os.getuid()}" / token)
+            _, token, address = line.split()
+            return driver, Session(token, root / f"rlhpc-{os.getuid()}" / token), address
     raise AssertionError("the driver ended before it was ready")
 
 
@@ -67,13 +79,17 @@ def wait_until_gone(session: Session, timeout_s: float = 30.0) -> None:
 
 @pytest.mark.parametrize(("mode", "exit_code"), [("return", 0), ("raise", 1)])
 def test_nothing_is_left_when_the_driver_returns_or_raises(short_tmp: Path, mode: str, exit_code: int) -> None:
-    driver, session = start_driver(short_tmp, mode)
+    driver, session, _ = start_driver(short_tmp, mode)
     assert driver.wait(timeout=60) == exit_code
     assert remains(session) == []
 
 
-def test_nothing_is_left_when_the_driver_is_killed(short_tmp: Path) -> None:
-    driver, session = start_driver(short_tmp, "wait")
+def test_its_ray_refuses_others_and_nothing_is_left_when_the_driver_is_killed(short_tmp: Path) -> None:
+    driver, session, address = start_driver(short_tmp, "wait")
+    stranger = subprocess.run(
+        [sys.executable, "-c", CONNECT, *address.split(":")], capture_output=True, text=True, timeout=120
+    )
+    assert "refused this process: its token" in stranger.stdout, stranger.stderr
     assert remains(session)
     driver.kill()
     driver.wait()
@@ -81,7 +97,7 @@ def test_nothing_is_left_when_the_driver_is_killed(short_tmp: Path) -> None:
 
 
 def test_the_next_start_sweeps_what_a_killed_reaper_left(short_tmp: Path) -> None:
-    driver, session = start_driver(short_tmp, "wait")
+    driver, session, _ = start_driver(short_tmp, "wait")
     reaper = [
         int(p.name)
         for p in Path("/proc").iterdir()
