@@ -9,8 +9,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,25 +17,7 @@ from rlhpc.cluster.attempt import past_attempts
 from scripts.drill import plan, report, strike
 from scripts.drill.run import PATIENCE_S, Run, Shape, prepare
 from tests.e2e.runs import assert_same_end
-from tests.slurm.cluster import Cluster, own_cluster
-
-
-@contextmanager
-def cluster_of(nodes: int) -> Iterator[Cluster]:
-    """The mini Slurm that MINISLURM_DIR names, else one of its own, with a node more than the job has."""
-    if directory := os.environ.get("MINISLURM_DIR"):
-        port, prefix = int(os.environ.get("MINISLURM_PORT", "27800")), os.environ.get("MINISLURM_PREFIX", "n")
-        cluster = Cluster(Path(directory), port, prefix, int(os.environ.get("MINISLURM_NODES", "4")))
-        cluster.up()
-        yield cluster
-        return
-    cluster = own_cluster("d", nodes + 1)
-    try:
-        cluster.up()
-        yield cluster
-    finally:
-        cluster.down()
-        shutil.rmtree(cluster.directory)
+from tests.slurm.cluster import Cluster, named_cluster
 
 
 def drill(cluster: Cluster, directory: Path, shape: Shape, events: list[plan.Event], rng: random.Random) -> list[str]:
@@ -94,7 +75,7 @@ def main() -> int:
     shape = Shape(arguments.nodes, arguments.ranks, arguments.steps or 3 * arguments.events + 4)
     directory = arguments.dir or Path(tempfile.mkdtemp(prefix="rlhpc-drill-"))
     directory.mkdir(parents=True, exist_ok=True)
-    with cluster_of(arguments.nodes) as cluster:
+    with named_cluster("d", arguments.nodes + 1) as cluster:  # a node more than the job has
         broken = drill(cluster, directory, shape, plan.events(arguments.events, rng), rng)
     if arguments.json:
         shutil.copy(directory / "drill.json", arguments.json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -55,7 +56,7 @@ class Cluster:
             "MINISLURM_PROCTRACK": self.proctrack,
         }
         if self.extra:
-            path = self.directory.with_name(f"{self.directory.name}.conf")
+            path = self.directory.with_suffix(".conf")
             path.write_text(self.extra)
             variables["MINISLURM_EXTRA"] = str(path)
         return run(["bash", str(SCRIPT), verb, *arguments], self.environ(**variables), timeout_s=600)
@@ -228,7 +229,28 @@ def free_ports(count: int) -> int:
     raise AssertionError(f"no {count} free ports in a row between 20000 and 32000")
 
 
-def own_cluster(tag: str, nodes: int = 4, extra: str = "", proctrack: str = "cgroup") -> Cluster:
-    """An instance that meets no other on this machine; not started. `tag` is a small letter or a few."""
+@contextmanager
+def own_cluster(tag: str, nodes: int = 4, extra: str = "", proctrack: str = "cgroup") -> Iterator[Cluster]:
+    """An instance that meets no other on this machine, and is gone afterwards. `tag` is a small letter or a few."""
     letters = "".join(chr(ord("a") + int(digit)) for digit in str(os.getpid()))
-    return Cluster(Path(f"/tmp/ms-{tag}{letters}"), free_ports(40), f"{tag}{letters}", nodes, extra, proctrack)
+    cluster = Cluster(Path(f"/tmp/ms-{tag}{letters}"), free_ports(40), f"{tag}{letters}", nodes, extra, proctrack)
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+        shutil.rmtree(cluster.directory, ignore_errors=True)
+        cluster.directory.with_suffix(".conf").unlink(missing_ok=True)
+
+
+@contextmanager
+def named_cluster(tag: str, nodes: int) -> Iterator[Cluster]:
+    """The instance that MINISLURM_DIR (PORT, PREFIX, NODES) names, which stays, else one of its own."""
+    if directory := os.environ.get("MINISLURM_DIR"):
+        port, prefix = int(os.environ.get("MINISLURM_PORT", "27800")), os.environ.get("MINISLURM_PREFIX", "n")
+        cluster = Cluster(Path(directory), port, prefix, int(os.environ.get("MINISLURM_NODES", "4")))
+        cluster.up()
+        yield cluster
+    else:
+        with own_cluster(tag, nodes) as cluster:
+            yield cluster

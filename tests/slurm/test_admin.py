@@ -43,13 +43,9 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def slurm(checks: Path) -> Iterator[Cluster]:
-    cluster = own_cluster("a", nodes=2, extra=f"Prolog={checks}/prolog.sh\nEpilog={ROOT}/slurm/epilog.sh\n")
-    try:
-        cluster.up()
+    extra = f"Prolog={checks}/prolog.sh\nEpilog={ROOT}/slurm/epilog.sh\n"
+    with own_cluster("a", nodes=2, extra=extra) as cluster:
         yield cluster
-    finally:
-        cluster.down()
-        shutil.rmtree(cluster.directory)
 
 
 def admin(script: str, *arguments: str, cluster: Cluster | None = None, code: int = 0) -> str:

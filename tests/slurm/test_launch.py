@@ -276,12 +276,8 @@ def test_sweep_sbatch_gives_each_task_its_line(slurm: Cluster, task: Path, tmp_p
 @pytest.fixture(scope="module")
 def forgetful_slurm():
     """Ended jobs are forgotten at once, and arrays have at most three tasks."""
-    cluster = own_cluster("l", nodes=1, extra="MinJobAge=2\nMaxArraySize=4\n")
-    try:
-        cluster.up()
+    with own_cluster("f", nodes=1, extra="MinJobAge=2\nMaxArraySize=4\n") as cluster:
         yield cluster
-    finally:
-        cluster.down()
 
 
 def test_sweeps_above_max_array_size_are_sharded(forgetful_slurm: Cluster, task: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -70,9 +69,7 @@ def test_controller_may_stop_and_die(slurm: Cluster, tmp_path: Path) -> None:
 
 
 def test_two_instances_and_no_remains(slurm: Cluster, tmp_path: Path) -> None:
-    other = own_cluster("o", nodes=3)
-    try:
-        other.up()
+    with own_cluster("o", nodes=3) as other:
         pid = other.controller()
         other.up()
         assert other.controller() == pid  # nothing to do the second time
@@ -86,9 +83,6 @@ def test_two_instances_and_no_remains(slurm: Cluster, tmp_path: Path) -> None:
         listing = subprocess.run(["ps", "axeww", "-o", "pid,args"], capture_output=True, text=True, check=True).stdout
         assert [line for line in listing.splitlines() if f"{other.directory}/" in line] == []
         assert slurm.run("sinfo", "-h", "-p", "low", "-o", "%D").strip() == str(slurm.nodes)  # the neighbour lives
-    finally:
-        other.down()
-        shutil.rmtree(other.directory, ignore_errors=True)
 
 
 def test_prefix_in_use_is_refused(slurm: Cluster, tmp_path: Path) -> None:

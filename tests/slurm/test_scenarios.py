@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -88,13 +87,8 @@ def test_one_empty_answer_is_not_the_end_of_a_job(slurm: Cluster, tmp_path: Path
 @pytest.fixture(scope="module")
 def linuxproc() -> Iterator[Cluster]:
     """A Slurm that signals a job's whole process tree and loses sight of what leaves it."""
-    cluster = own_cluster("l", nodes=2, proctrack="linuxproc")
-    try:
-        cluster.up()
+    with own_cluster("l", nodes=2, proctrack="linuxproc") as cluster:
         yield cluster
-    finally:
-        cluster.down()
-        shutil.rmtree(cluster.directory, ignore_errors=True)
 
 
 def test_signals_to_every_process_are_one_stop(linuxproc: Cluster, tmp_path: Path) -> None:
