@@ -42,8 +42,10 @@ class SlurmError(RlhpcError):
     """A command of Slurm failed or gave no answer; the message holds the command, its exit code and what it said."""
 
 
-class ClusterError(TrainingError):
+class ClusterError(RlhpcError):
     """The nodes don't make a cluster: one never joined, Ray ended, no port is free. Another attempt may get further."""
+
+    exit_code = 1
 
 
 class RankLostError(ClusterError):
