@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 import signal
@@ -262,7 +263,20 @@ def test_a_process_that_the_kernel_ended_for_memory_is_told_of_with_the_limit(
                 time.sleep(0.1)
         assert "n0 (SLURM_NODEID 0): the job's memory here, 2.0 GiB, was used up" in capfd.readouterr().err
     finally:
-        group.rmdir()
+        remove_group(group)
+
+
+def remove_group(group: Path) -> None:
+    """The kernel refuses while it still clears up after the last process."""
+    deadline = time.monotonic() + 30
+    while group.exists():
+        assert not (group / "cgroup.procs").read_text() or time.monotonic() < deadline, "processes are left"
+        try:
+            group.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def as_nobody(folder: Path) -> list[str]:
