@@ -135,8 +135,10 @@ class Batch:
             ending = ending or self.attempt.end(lost(relay.reason(), self.env.nodes))
             self._sweep(without=ending.node)
         notice = self.attempt.stop_notice()
-        if notice and notice.cause == "requeued" and any("DUE TO PREEMPTION" in line for line in relay.last):
-            self.attempt.write("stop", asdict(replace(notice, cause="preempted")))  # scontrol tells it of grace alone
+        if notice and notice.cause == "requeued":  # slurmstepd may know more than scontrol could tell by then
+            for words, cause in (("DUE TO PREEMPTION", "preempted"), ("DUE TO TIME LIMIT", "time_limit")):
+                if any(words in line for line in relay.last):
+                    self.attempt.write("stop", asdict(replace(notice, cause=cause)))
         return self._conclude(ending)
 
     def _begin(self) -> None:
