@@ -13,7 +13,8 @@ from rlhpc.data.packing import TokenSequence
 from rlhpc.metrics.records import batch_metrics
 from rlhpc.train.batch import RolloutBatch, prepare
 from rlhpc.train.context import Run
-from rlhpc.train.persistence import TrainState, restore, save_and_leave, save_periodically
+from rlhpc.train.persistence import TrainState, save_and_leave, save_periodically
+from rlhpc.train.restore import restore
 
 
 def train(run: Run) -> TrainState:
