@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,7 @@ class CheckpointStore:
         self.root = Path(root)
         self._writer = Writer.current(attempt)
         self._acquired = False
+        self._distrusted: dict[int, str] = {}  # why, by step
 
     # Reading
 
@@ -71,6 +72,8 @@ class CheckpointStore:
     def load(self, step: int, *, checksums: bool = True) -> CheckpointManifest:
         """The manifest of a step whose files all verify: sizes and checksums, or sizes alone where reading
         everything takes too long. Raises CheckpointError naming the file and the reason."""
+        if step in self._distrusted:
+            raise CheckpointError(self._distrusted[step])
         directory = self._directory(step)
         if not directory.is_dir():
             known = ", ".join(map(str, self.steps())) or "none"
@@ -87,15 +90,27 @@ class CheckpointStore:
             return False
         return True
 
+    def newest_first(self, *, checksums: bool = False) -> Iterator[tuple[int, CheckpointManifest | CheckpointError]]:
+        """Every step with its manifest, or with what is wrong with it (see `load`)."""
+        for step in reversed(self._step_directories()):
+            try:
+                yield step, self.load(step, checksums=checksums)
+            except CheckpointError as error:
+                yield step, error
+
     def load_latest(self, *, checksums: bool = True) -> CheckpointManifest | None:
         """The newest checkpoint that verifies (see `load`), or None when there is none. A newer one that
         doesn't is logged as a warning with file and reason, and left where it is."""
-        for step in reversed(self._step_directories()):
-            try:
-                return self.load(step, checksums=checksums)
-            except CheckpointError as error:
-                logger.warning("checkpoint of step %d can't be used: %s; trying an older one", step, error)
+        for step, found in self.newest_first(checksums=checksums):
+            if isinstance(found, CheckpointManifest):
+                return found
+            logger.warning("checkpoint of step %d can't be used: %s; trying an older one", step, found)
         return None
+
+    def distrust(self, step: int, reason: str) -> None:
+        """From now on this step counts as damaged, as one does in which a reader met a wrong checksum: sizes alone
+        don't tell. A save of the same step replaces it."""
+        self._distrusted[step] = reason
 
     # Writing
 
@@ -181,6 +196,7 @@ class CheckpointStore:
                 self._delete(final)
             os.rename(pending.directory, final)
             durable.fsync(self.root)
+            self._distrusted.pop(pending.step, None)
         except CheckpointError:
             self.abandon(pending)
             raise
