@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from rlhpc.errors import ConfigError, ModelError
 from rlhpc.reshard.families import FAMILIES
-from rlhpc.reshard.hf import FILE_BYTES, INDEX_NAME, SINGLE_NAME, check_hf, copy_side_files, index_text
+from rlhpc.reshard.hf import FILE_BYTES, INDEX_NAME, check_hf, copy_side_files, file_names, index_text
 
 DENSE, SPARSE = FAMILIES["llama"], FAMILIES["mixtral"]
 LLAMA_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp", "rope_interleaved", "is_llama_config")
@@ -160,8 +160,8 @@ def write_files(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, fi
         contents.append(list(group))
         num_parameters += sum(tensor.numel() for tensor in group.values())
         total_bytes += sum(tensor.nbytes for tensor in group.values())
-    names = [f"model-{i:05d}-of-{len(contents):05d}.safetensors" for i in range(1, len(contents) + 1)]
-    for i, name in enumerate(names if len(names) > 1 else [SINGLE_NAME]):
+    names = file_names(len(contents))
+    for i, name in enumerate(names):
         (directory / f"{i}.partial").rename(directory / name)
     if len(names) > 1:
         (directory / INDEX_NAME).write_text(index_text(dict(zip(names, contents, strict=True)), total_bytes))

@@ -159,7 +159,7 @@ def save_hf(
     """Writes the tensors as an HF directory with the source's config and tokenizer. Collective over `group`.
 
     Every rank gathers and writes its share of the files, one at a time; a file holds at most FILE_BYTES, which with
-    the Resharder's bucket is the extra memory. The index, which makes the directory readable, comes last, and only
+    the Resharder's bucket is the extra memory. The index, which makes several files readable, comes last, and only
     then do files of an earlier save go. Raises CheckpointError on all ranks together where one can't write.
     """
     directory, source = Path(directory), Path(hf_source_dir)
@@ -187,17 +187,29 @@ def save_hf(
 
 def _files(specs: Sequence[ShardSpec], world_size: int) -> dict[str, list[ShardSpec]]:
     """Tensors by file, in order: as many files as ranks, or more where FILE_BYTES asks for it."""
-    total = sum(map(_num_bytes, specs))
-    limit = min(FILE_BYTES, -(-total // world_size))
-    groups: list[list[ShardSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        if groups[-1] and size + _num_bytes(spec) > limit:
+    by_name = {spec.name: spec for spec in specs}
+    sizes = {name: _num_bytes(spec) for name, spec in by_name.items()}
+    limit = min(FILE_BYTES, -(-sum(sizes.values()) // world_size))
+    return {file: [by_name[name] for name in names] for file, names in split_into_files(sizes, limit).items()}
+
+
+def split_into_files(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
+    """Tensors (name -> bytes) by file as HF directories have them, in order: as many in each as fit into `file_bytes`,
+    at least one."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if groups[-1] and held + size > file_bytes:
             groups.append([])
-            size = 0
-        groups[-1].append(spec)
-        size += _num_bytes(spec)
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return dict(zip(file_names(len(groups)), groups, strict=True))
+
+
+def file_names(count: int) -> list[str]:
+    """What a model's files are called: SINGLE_NAME for one, which needs no index."""
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE_NAME]
 
 
 def _num_bytes(spec: ShardSpec) -> int:
@@ -220,12 +232,16 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str | Non
 def _finish(directory: Path, source: Path, files: Mapping[str, Sequence[ShardSpec]]) -> str | None:
     """Config and tokenizer, then the index, then removal of an earlier save's files; returns why it couldn't."""
     total = sum(_num_bytes(spec) for group in files.values() for spec in group)
-    partial = directory / f".{INDEX_NAME}.partial"
+    index = directory / INDEX_NAME
+    partial = index.with_name(f".{index.name}.partial")
     try:
         copy_side_files(source, directory)
-        names = {name: [spec.name for spec in group] for name, group in files.items()}
-        partial.write_text(index_text(names, total))
-        _publish(partial, directory / INDEX_NAME)
+        if SINGLE_NAME in files:
+            index.unlink(missing_ok=True)
+        else:
+            names = {name: [spec.name for spec in group] for name, group in files.items()}
+            partial.write_text(index_text(names, total))
+            _publish(partial, index)
         for stale in directory.glob("model*.safetensors"):
             if stale.name not in files:
                 stale.unlink()
