@@ -1,7 +1,8 @@
-"""Carries out a plan with torch.distributed: local copies, then bounded buckets through all-to-all."""
+"""Carries out a plan with torch.distributed: local copies, and bounded buckets through all-to-all beside them."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,8 +155,8 @@ def _num_rounds(traffic: Traffic, dtype: str, bucket_bytes: int) -> int:
     rounding = 2 * (len(ranks) - 1) * item  # a part may be one element more than its share, to and from each peer
     if bucket_bytes <= rounding:
         raise ConfigError(
-            f"bucket_bytes={bucket_bytes} must be more than {rounding}: one {dtype} element to and one from each of "
-            f"{len(ranks) - 1} ranks"
+            f"a bucket of {bucket_bytes} bytes must be more than {rounding}: one {dtype} element to and one from each "
+            f"of {len(ranks) - 1} ranks; raise reshard.bucket_bytes, which two buckets share"
         )
     return -(-largest // (bucket_bytes - rounding))
 
@@ -178,11 +179,19 @@ def _deal(moves: Sequence[Move], num_parts: int) -> list[list[Move]]:
     return parts
 
 
+class _Arriving(NamedTuple):
+    """A round on its way: when it is there, where, and which boxes it brings, in order."""
+
+    work: dist.Work
+    incoming: torch.Tensor
+    moves: list[Move]
+
+
 class Resharder:
     """One rank's part in a plan. Ranks of the plan are the ranks of `group` (default: the world).
 
-    The extra memory during a run is one bucket of at most `bucket_bytes`, which holds what a round sends and what it
-    receives. The same object may run any number of times.
+    The extra memory during a run is at most `bucket_bytes`: two buckets, each of which holds what a round sends and
+    what it receives. The same object may run any number of times.
     """
 
     def __init__(
@@ -194,7 +203,7 @@ class Resharder:
     ) -> None:
         self.plan, self.rank, self.group = plan, rank, group
         self.received_bytes = 0  # by the latest run
-        self._rounds = rounds(plan, rank, bucket_bytes)
+        self._rounds = rounds(plan, rank, bucket_bytes // 2)
         local: list[ShardCopy] = []
         self._src_dtypes: dict[str, str] = {}
         self._dst_dtypes: dict[str, str] = {}
@@ -209,28 +218,34 @@ class Resharder:
 
     def run(self, src_buffers: Mapping[str, torch.Tensor], dst_buffers: Mapping[str, torch.Tensor]) -> None:
         """Copies every region of the plan. Collective; buffers on one device. Raises ModelError, before
-        anything is sent, for a missing buffer or one of another dtype than the specs say."""
+        anything is sent, for a missing buffer or one of another dtype than the specs say.
+
+        While a round's bytes travel, those of the one before are unpacked and those of the next packed.
+        """
         _check_buffers("source", src_buffers, self._src_dtypes)
         _check_buffers("destination", dst_buffers, self._dst_dtypes)
         self.received_bytes = 0
         with torch.no_grad():
-            _copy_moves(self._local, src_buffers, dst_buffers)
-            if not self._rounds:
-                return
-            # Once for all rounds: fresh host memory costs as much time as filling it.
-            device = next(iter((*src_buffers.values(), *dst_buffers.values()))).device
-            largest = max(each.sent_bytes + each.received_bytes for each in self._rounds)
-            bucket = torch.empty(largest, dtype=torch.uint8, device=device)
-            for each in self._rounds:
-                self._exchange(each, src_buffers, dst_buffers, bucket)
+            arriving: _Arriving | None = None
+            buckets = self._buckets(src_buffers, dst_buffers)
+            for each, bucket in zip(self._rounds, itertools.cycle(buckets), strict=False):
+                leaving = self._exchange(each, src_buffers, bucket)
+                self._take(arriving, src_buffers, dst_buffers)
+                arriving = leaving
+            self._take(arriving, src_buffers, dst_buffers)
 
-    def _exchange(
-        self,
-        exchange: Round,
-        src_buffers: Mapping[str, torch.Tensor],
-        dst_buffers: Mapping[str, torch.Tensor],
-        bucket: torch.Tensor,
-    ) -> None:
+    def _buckets(
+        self, src_buffers: Mapping[str, torch.Tensor], dst_buffers: Mapping[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Made once for all rounds: fresh host memory costs as much time as filling it."""
+        if not self._rounds:
+            return [torch.empty(0)]
+        device = next(iter((*src_buffers.values(), *dst_buffers.values()))).device
+        largest = max(each.sent_bytes + each.received_bytes for each in self._rounds)
+        return [torch.empty(largest, dtype=torch.uint8, device=device) for _ in self._rounds[:2]]
+
+    def _exchange(self, exchange: Round, src_buffers: Mapping[str, torch.Tensor], bucket: torch.Tensor) -> _Arriving:
+        """Packs what the round sends, and sets it off."""
         dtype = getattr(torch, exchange.dtype)
         peers = range(dist.get_world_size(self.group))
         sends, receives = ([side.get(peer, []) for peer in peers] for side in (exchange.sends, exchange.receives))
@@ -242,19 +257,32 @@ class Resharder:
             _parts(outgoing.view(dtype), [move.src_extent for move in leaving]),
             [region(src_buffers[m.src_buffer], m.src_offset, m.src_extent) for m in leaving],
         )
-        dist.all_to_all_single(  # as bytes: no backend needs to know the dtype
+        work = dist.all_to_all_single(  # as bytes: no backend needs to know the dtype
             incoming,
             outgoing,
             [exchange.num_bytes(moves) for moves in receives],
             [exchange.num_bytes(moves) for moves in sends],
             group=self.group,
+            async_op=True,
         )
-        arriving = [move for moves in receives for move in moves]
+        return _Arriving(work, incoming.view(dtype), [move for moves in receives for move in moves])
+
+    def _take(
+        self,
+        arriving: _Arriving | None,
+        src_buffers: Mapping[str, torch.Tensor],
+        dst_buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Unpacks a round; before there is one, copies what stays on this rank."""
+        if arriving is None:
+            _copy_moves(self._local, src_buffers, dst_buffers)
+            return
+        arriving.work.wait()  # on CUDA it is the stream that waits
         _copy_each(
-            [region(dst_buffers[m.dst_buffer], m.dst_offset, m.dst_extent) for m in arriving],
-            _parts(incoming.view(dtype), [move.dst_extent for move in arriving]),
+            [region(dst_buffers[m.dst_buffer], m.dst_offset, m.dst_extent) for m in arriving.moves],
+            _parts(arriving.incoming, [move.dst_extent for move in arriving.moves]),
         )
-        self.received_bytes += exchange.received_bytes
+        self.received_bytes += arriving.incoming.nbytes
 
 
 def _parts(bucket: torch.Tensor, extents: Sequence[Index]) -> list[torch.Tensor]:

@@ -36,12 +36,14 @@ def a_late_bucket(exchange: int) -> Iterator[None]:
     """Within it this rank finds, in its receive buffer of the `exchange`-th exchange, what the one before brought."""
     original, received = dist.all_to_all_single, []
 
-    def all_to_all_single(output: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        original(output, *args, **kwargs)
+    def all_to_all_single(output: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work:
+        work = original(output, *args, **kwargs)
+        work.wait()
         received.append(output.clone())
         if len(received) == exchange + 1:
             size = min(len(part) for part in received[-2:])
             output[:size] = received[-2][:size]
+        return work
 
     dist.all_to_all_single = all_to_all_single
     try:

@@ -47,7 +47,7 @@ def test_no_round_exceeds_the_bucket(bucket_bytes: int) -> None:
 
 def test_a_bucket_must_hold_an_element_for_each_peer() -> None:
     copies = publish_plan(ParallelLayout(1, 1, 1, 4, 1, 4), 4)
-    with pytest.raises(ConfigError, match="bucket_bytes=24 must be more than 24: one float32 .* each of 3 ranks"):
+    with pytest.raises(ConfigError, match="a bucket of 24 bytes must be more than 24: one float32 .* each of 3 ranks"):
         rounds(copies, 0, 24)
 
 
