@@ -9,7 +9,7 @@ import torch
 from rlhpc.errors import ConfigError, EngineError, ModelError
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import Shard, ShardSpec
-from rlhpc.reshard.execute import Move, Resharder, _deal, merge, region, rounds
+from rlhpc.reshard.execute import Move, Resharder, _deal, merge, region, rounds, widest
 from rlhpc.reshard.families import family_for, model_facts
 from rlhpc.reshard.plan import ITEM_BYTES, ReshardPlan, plan
 from rlhpc.reshard.verify import fingerprint, verify
@@ -78,12 +78,36 @@ def test_a_cut_move_copies_the_same(back: bool) -> None:
         expected[2, 1:, 1:] = src[:, 2:5, 1:]
     else:
         expected[:, 2:5, 1:] = src[2, 1:, 1:]
-    parts = _deal([move], 7)
+    assert [sum(part.numel for part in parts_of) for parts_of in _deal([move], 3, 8)] == [8, 16, 12]  # cut at 8 and 24
+    parts = _deal([move], 7, 1)
     assert [sum(part.numel for part in parts_of) for parts_of in parts] == [5, 5, 5, 5, 5, 5, 6]
     for part in (part for parts_of in parts for part in parts_of):
         values = region(src, part.src_offset, part.src_extent)
         region(dst, part.dst_offset, part.dst_extent).copy_(values.reshape(part.dst_extent))
     assert torch.equal(dst, expected)
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (slice(0, 16), torch.complex128),  # 16 of 48: 8 bfloat16 are 16 bytes
+        (slice(8, 32), torch.complex128),
+        (slice(4, 16), torch.int64),  # begins at 8 bytes
+        (slice(0, 4), torch.int64),
+        (slice(2, 8), torch.int32),
+        (slice(1, 17), torch.bfloat16),  # begins at 2 bytes
+        (slice(0, 3), torch.bfloat16),
+    ],
+)
+def test_rows_are_copied_as_the_widest_type_that_fits(columns: slice, expected: torch.dtype) -> None:
+    source = torch.randn(3, 5, 48, dtype=torch.bfloat16)[:, :, columns]
+    target = torch.zeros(source.shape, dtype=torch.bfloat16)
+    wide = widest(target, source)
+    assert wide == expected
+    target.view(wide).copy_(source.view(wide))
+    assert torch.equal(target, source)
+    assert widest(target.float(), source) == torch.float32  # a cast
+    assert widest(target.mT, source.mT) == torch.bfloat16  # no rows
 
 
 def filled() -> tuple[ReshardPlan, dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, np.ndarray]]:
