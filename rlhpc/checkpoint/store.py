@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from rlhpc.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from rlhpc.checkpoint.retention import retained
 from rlhpc.checkpoint.shards import read_shard, write_shard
 from rlhpc.checkpoint.writer import Writer
 from rlhpc.errors import CheckpointError
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointStore", "PendingCheckpoint", "read_shard", "write_shard"]
 
 OWNER_NAME = "owner.json"
+LATEST_NAME = "latest"
 _TEMPORARY = re.compile(r"tmp-(?:delete-)?step-\d{6,}-(?P<writer>.+\.\d+\.\d+(?:@\w+-\d+)?)")
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class CheckpointStore:
         self._writer = Writer.current(attempt)
         self._acquired = False
         self._distrusted: dict[int, str] = {}  # why, by step
+        self._scores: dict[int, float | None] = {}  # what `retain` ranks by, of complete steps
 
     # Reading
 
@@ -197,12 +200,14 @@ class CheckpointStore:
             os.rename(pending.directory, final)
             durable.fsync(self.root)
             self._distrusted.pop(pending.step, None)
+            self._scores.pop(pending.step, None)
         except CheckpointError:
             self.abandon(pending)
             raise
         except OSError as error:
             self.abandon(pending)
             durable.raise_write_error(error, self._directory(pending.step), 0)
+        self._point()
         return replace(manifest, directory=final)
 
     def abandon(self, pending: PendingCheckpoint) -> None:
@@ -233,25 +238,38 @@ class CheckpointStore:
             raise
         return self.commit(pending, entries, state, **manifest_fields)
 
-    def retain(self, keep: int) -> list[int]:
-        """Deletes all but the newest `keep` complete checkpoints (sizes decide), and damaged ones older than
-        those. Returns the deleted steps."""
-        if keep < 1:
-            raise ValueError(f"keep={keep} would delete the only checkpoint; choose 1 or more")
+    def retain(
+        self,
+        newest: int,
+        *,
+        every: int = 0,
+        best: int = 0,
+        mode: str = "max",
+        score: Callable[[CheckpointManifest], float | None] = lambda manifest: None,
+    ) -> list[int]:
+        """Deletes the checkpoints that `retained` doesn't keep. Only complete ones count (sizes decide); damaged ones
+        stay for a human to look at until they are older than the newest that must stay. Returns the deleted steps."""
         self.acquire()
-        kept = 0
-        deleted = []
-        for step in reversed(self._step_directories()):
-            if kept >= keep:
-                self._delete(self._directory(step))
-                deleted.append(step)
-                continue
+        steps = self._step_directories()
+        whole: list[int] = []
+        for step in reversed(steps):
+            if len(whole) < newest:
+                self._scores.pop(step, None)  # these are looked at anew, every time
+            elif not best:
+                break
             try:
-                self.load(step, checksums=False)
+                if step not in self._scores:
+                    self._scores[step] = score(self.load(step, checksums=False))
             except CheckpointError:
-                continue  # newer than the last complete one: left for a human to look at
-            kept += 1
-        return deleted
+                continue
+            whole.append(step)
+        scores = {step: value for step in whole if (value := self._scores[step]) is not None}
+        kept = retained(steps, whole, scores, newest=newest, every=every, best=best, mode=mode)
+        doomed = [step for step in reversed(steps) if step not in kept]  # newest first: a crash leaves no gap
+        for step in doomed:
+            self._delete(self._directory(step))
+            self._scores.pop(step, None)
+        return doomed
 
     def discard_after(self, step: int) -> list[int]:
         """Deletes checkpoints newer than `step`: a run that goes on from an older one leaves them behind,
@@ -260,6 +278,7 @@ class CheckpointStore:
         newer = [other for other in reversed(self._step_directories()) if other > step]
         for other in newer:  # newest first, so that a crash in between leaves no gap
             self._delete(self._directory(other))
+        self._point()
         return newer
 
     def _complete(
@@ -296,6 +315,19 @@ class CheckpointStore:
     def _directory(self, step: int) -> Path:
         return self.root / f"step-{step:06d}"
 
+    def _point(self) -> None:
+        """Names the newest committed step in a file, for shells and people. Nothing here reads it: after a crash it may
+        be an older one's name."""
+        newest = max(self.steps(), default=None)
+        path = self.root / LATEST_NAME
+        try:
+            if newest is None:
+                path.unlink(missing_ok=True)
+            else:
+                durable.publish_file(path, lambda partial: _write_line(partial, self._directory(newest).name))
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s doesn't tell of step %s: %s", path, newest, error)
+
     def _temporary(self, step: int, prefix: str = "") -> Path:
         return self.root / f"tmp-{prefix}step-{step:06d}-{self._writer}"
 
@@ -327,3 +359,7 @@ class CheckpointStore:
                 writer = Writer.parse(match["writer"])
                 if self._writer.supersedes(writer) or not writer.is_alive(path):
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_line(path: Path, text: str) -> None:
+    path.write_text(text + "\n")

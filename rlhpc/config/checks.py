@@ -313,6 +313,26 @@ def _trainer(case: _Case) -> Iterator[str]:
         yield f"{_MEGATRON}.use_distributed_optimizer=false is not available; set true"
 
 
+def _checkpoint(case: _Case) -> Iterator[str]:
+    checkpoint, trainer = case.cfg.checkpoint, case.cfg.trainer
+    if not checkpoint.keep_best:
+        if checkpoint.best_metric:
+            yield (
+                f"checkpoint.best_metric={checkpoint.best_metric} chooses nothing while checkpoint.keep_best=0; "
+                "set keep_best to the number of checkpoints, or best_metric=null"
+            )
+        return
+    told = f"checkpoint.keep_best={checkpoint.keep_best}"
+    if not (checkpoint.best_metric or "").startswith("val-core/"):
+        yield (
+            f"{told} ranks by checkpoint.best_metric={checkpoint.best_metric}, which must be a validation metric; "
+            "set one that the run logs, such as val-core/<data source>/reward/mean@1"
+        )
+    for key, every in (("test_freq", trainer.test_freq), ("save_freq", trainer.save_freq)):
+        if every < 1:
+            yield f"{told} needs steps that are validated and saved; set trainer.{key} (or keep_best=0)"
+
+
 def _reward(case: _Case) -> Iterator[str]:
     from rlhpc.rewards import REWARDS
 
@@ -347,6 +367,7 @@ _RULES: tuple[Callable[[_Case], Iterator[str]], ...] = (
     _lengths,
     _algorithm,
     _trainer,
+    _checkpoint,
     _reward,
     _launch,
 )

@@ -196,7 +196,13 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointConfig:
+    async_save: bool = True  # train on while a checkpoint is written, from a copy in host memory
+    read_back: bool = True  # compare what was written with its checksums, from the disk, before older ones go
     keep: int = 3  # newest N committed steps
+    keep_every: int = 0  # also every step that this divides, for good; 0: none
+    keep_best: int = 0  # also the N best by best_metric, of the steps that were validated and saved; 0: none
+    best_metric: str | None = None  # such as val-core/openai/gsm8k/reward/mean@1
+    best_mode: str = "max"  # max | min
     save_final: bool = True  # commit a checkpoint after the last step
 
 

@@ -57,7 +57,7 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_ACTOR}.load_weight": VerlKey("weights are always loaded; set true", (True,)),
     f"{_ACTOR}.ulysses_sequence_parallel_size": VerlKey("sequences are not split over ranks; set 1", (1,)),
     f"{_ACTOR}.fsdp_config.*": VerlKey(f"FSDP is not available yet; set the layout under {_MEGATRON}"),
-    f"{_ACTOR}.checkpoint.async_save": VerlKey("saving is synchronous; set false", (False,)),
+    f"{_ACTOR}.checkpoint.async_save": VerlKey("set checkpoint.async_save"),
     f"{_ACTOR}.checkpoint.*": VerlKey("checkpoints always hold the whole training state; see the checkpoint section"),
     f"{_ACTOR}.profiler.*": VerlKey(_NO_PROFILER),
     f"{_ACTOR}.policy_loss.*": VerlKey("this loss mode's option is not available; remove it"),

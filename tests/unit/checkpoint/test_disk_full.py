@@ -30,7 +30,7 @@ def shard(num_bytes: int, value: int) -> list[tuple[dict[str, torch.Tensor], dic
 
 
 def assert_only_first_left(root: Path) -> None:
-    assert sorted(path.name for path in root.iterdir()) == ["owner.json", "step-000001"]
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "owner.json", "step-000001"]
     manifest = CheckpointStore(root).load_latest()
     assert manifest is not None and manifest.step == 1
     assert read_shard(manifest, 0)[0]["weight"].unique().tolist() == [1]

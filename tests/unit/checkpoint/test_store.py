@@ -162,7 +162,7 @@ def test_damage_is_named_and_the_older_one_loads(tmp_path: Path, damage, caplog)
     # Training goes on from 1 and saves 2 again, over the damaged one.
     store.save(2, shards(2), {"cursor": 22})
     assert store.load(2).state == {"cursor": 22}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["owner.json", "step-000001", "step-000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "owner.json", "step-000001", "step-000002"]
 
 
 def test_a_shard_that_changes_after_the_choice_is_not_read(tmp_path: Path) -> None:
@@ -188,9 +188,11 @@ def test_retention_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
     truncate(tmp_path / "step-000002")
     assert store.retain(2) == [3, 2, 1]
     assert store.steps() == [4, 5, 6]  # 6 is damaged and newer: it neither counts nor goes
+    assert (tmp_path / "latest").read_text() == "step-000006\n"  # what was committed, and no promise
     assert store.discard_after(4) == [6, 5]
     assert store.steps() == [4]
-    with pytest.raises(ValueError, match="keep=0 would delete the only checkpoint"):
+    assert (tmp_path / "latest").read_text() == "step-000004\n"
+    with pytest.raises(ValueError, match="newest=0 would delete the only checkpoint"):
         store.retain(0)
 
 
@@ -208,7 +210,7 @@ def test_commit_wants_every_rank_and_what_they_say(tmp_path: Path) -> None:
         store.commit(pending, write_shard(pending.directory, 0, *shards(2)[0]), {"loss": torch.tensor(1.0)})
     with pytest.raises(CheckpointError, match="the scalars of rank-00000-0000.safetensors are not JSON"):
         store.save(2, [({}, {"set": {1}})], {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["owner.json", "step-000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "owner.json", "step-000001"]
 
 
 def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path, other_process: Writer) -> None:
@@ -272,7 +274,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path, o
         (tmp_path / name / "rank-00000-0000.safetensors.partial").write_bytes(b"x")
     saved(tmp_path, 1)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {*alive, "owner.json", "step-000001"}
+    assert left == {*alive, "latest", "owner.json", "step-000001"}
 
 
 def test_a_rank_whose_save_was_given_up_is_told(tmp_path: Path) -> None:
