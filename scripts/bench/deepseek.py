@@ -1,4 +1,4 @@
-"""DeepSeek-V3's shape under Megatron's distributed optimizer: 671 billion parameters, without one of them.
+"""DeepSeek-V3's shape in Megatron's parameters: 671 billion of them, and not one in memory.
 
 Names and sizes are those of its published config.json and of Transformers 5 (modeling_deepseek_v3.py), without the
 layer for multi-token prediction and the routers' correction biases, which no gradient updates. Latent attention lies on
@@ -7,18 +7,14 @@ tensor-parallel ranks as in Megatron-core 0.16.1 (multi_latent_attention.py): th
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from functools import partial
-from math import lcm, prod
 
 from rlhpc.layout.parallel import ParallelLayout
-from rlhpc.layout.spec import Shards, ShardSpec
-from rlhpc.reshard.families.facts import HfConfig, ModelFacts, decoder_facts
+from rlhpc.layout.spec import ShardSpec
+from rlhpc.reshard.families.facts import ModelFacts, decoder_facts
 from rlhpc.reshard.families.family import Family
 from rlhpc.reshard.families.parts import Part, dense_mlp, sparse_mlp
 from rlhpc.reshard.families.placement import Placement, Shape, concat, replicated, split
-from rlhpc.reshard.flat import FlatRange
 
 NUM_DENSE_LAYERS = 3
 Q_RANK, KV_RANK, NOPE_DIM, ROPE_DIM, V_DIM = 1536, 512, 128, 64, 128
@@ -28,7 +24,6 @@ DEEPSEEK_V3 = {
     "num_experts": 256, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 129280, "rms_norm_eps": 1e-6,
     "rope_theta": 1e4, "max_position_embeddings": 163840, "tie_word_embeddings": False,
 }  # fmt: skip
-PARAM_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements; Megatron-core 0.16.1, param_and_grad_buffer.py
 
 
 def latent_attention(facts: ModelFacts) -> Part:
@@ -62,11 +57,7 @@ def shared_expert(facts: ModelFacts) -> Part:
     return Part({gate: (width, hidden), up: (width, hidden), down: (hidden, width)}, trainer, {})
 
 
-def _dense_facts(config: HfConfig) -> ModelFacts:
-    return decoder_facts(config)
-
-
-DENSE = Family("deepseek_v3", _dense_facts, (latent_attention, dense_mlp))
+DENSE = Family("deepseek_v3", decoder_facts, (latent_attention, dense_mlp))
 SPARSE = Family(
     "deepseek_v3",
     partial(decoder_facts, sparse=True),
@@ -84,44 +75,3 @@ def trainer_specs(layout: ParallelLayout, dtype: str = "float32") -> list[ShardS
         spec for spec in SPARSE.trainer_specs(DEEPSEEK_V3, layout, dtype) if not spec.name.startswith(dense_prefixes)
     ]
     return [rest[0], *first, *rest[1:]]  # after the embedding
-
-
-def distributed_ranges(specs: Iterable[ShardSpec], layout: ParallelLayout) -> Iterator[FlatRange]:
-    """What each rank updates: the parameters of a place in the model-parallel grids lie one after the other, the last
-    first, in one buffer, of which each of the place's data-parallel ranks has an equal part."""
-    for (is_expert, place), parameters in _parameters(specs, layout).items():
-        axes = ("etp", "ep", "pp") if is_expert else ("tp", "pp")
-        ranks = layout.ranks(**dict(zip(axes, place, strict=True)))
-        begins, end = {}, 0
-        for name, shape in reversed(parameters.items()):
-            begins[name] = -(-end // PARAM_ALIGNMENT) * PARAM_ALIGNMENT
-            end = begins[name] + prod(shape)
-        part = -(-end // lcm(len(ranks), BUCKET_ALIGNMENT)) * lcm(len(ranks), BUCKET_ALIGNMENT) // len(ranks)
-        for name, begin in begins.items():
-            size = prod(parameters[name])
-            for index in range(begin // part, -(-(begin + size) // part)):
-                start, stop = max(index * part - begin, 0), min((index + 1) * part - begin, size)
-                yield FlatRange(ranks[index], name, parameters[name], start, stop)
-
-
-def _parameters(
-    specs: Iterable[ShardSpec], layout: ParallelLayout
-) -> dict[tuple[bool, tuple[int, ...]], dict[str, Shape]]:
-    """Local shapes by parameter, in order, by place: (etp, ep, pp) of the experts' grid or (tp, pp) of the other."""
-    coords = [layout.coords(rank) for rank in range(layout.world_size)]
-    places: dict[tuple[bool, tuple[int, ...]], list[tuple[int, ...]]] = {}
-    found: dict[tuple[bool, tuple[int, ...]], dict[str, Shape]] = defaultdict(dict)
-    for spec in specs:
-        is_expert, shards = ".mlp.experts." in spec.name, Shards.of(spec.shards)
-        for ranks, start, stop, buffer, offset in shards.replicas:
-            if (key := (is_expert, ranks)) not in places:
-                at = [coords[rank] for rank in ranks]
-                places[key] = sorted({(c.etp, c.ep, c.pp) if is_expert else (c.tp, c.pp) for c in at})
-            lead = len(offset) - len(start)
-            extent = (1,) * lead + tuple(b - a for a, b in zip(start, stop, strict=True))
-            end = tuple(o + n for o, n in zip(offset, extent, strict=True))
-            for place in places[key]:
-                held = found[is_expert, place]
-                name = shards.prefix + buffer
-                held[name] = tuple(map(max, held.get(name, end), end))
-    return found
