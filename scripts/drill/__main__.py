@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhpc.cluster.attempt import past_attempts
+from scripts.bench.machine import hardware, versions
 from scripts.drill import plan, report, strike
 from scripts.drill.run import PATIENCE_S, Run, Shape, prepare
 from tests.e2e.runs import assert_same_end
@@ -46,9 +47,14 @@ def drill(cluster: Cluster, directory: Path, shape: Shape, events: list[plan.Eve
         broken.append(f"processes are left: {left}")
     lines = [*past_attempts(reference.directory), *past_attempts(run.directory)]
     print(report.summary(outcomes, lines))
-    (directory / "drill.json").write_text(
-        json.dumps({"events": [asdict(outcome) for outcome in outcomes], "attempts": lines}, indent=1) + "\n"
-    )
+    found = {
+        "command": " ".join(["bash scripts/preemption_drill.sh", *sys.argv[1:]]),
+        "hardware": hardware(),
+        "versions": versions("torch", "megatron-core", "ray"),
+        "events": [asdict(outcome) for outcome in outcomes],
+        "attempts": lines,
+    }
+    (directory / "drill.json").write_text(json.dumps(found, indent=1) + "\n")
     unplanned = cluster.restarts(run.job) - len(events) - run.requeued_by_us
     print(f"attempts: {len(lines) - 1} for {len(events)} events; {unplanned} ended by themselves")
     try:
