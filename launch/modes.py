@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ def refuse_taken(cfg: RunConfig, model_config: dict[str, Any]) -> None:
 
     run_dir = Path(cfg.run_dir)
     if has_trained(run_dir):
-        refuse_another(run_dir, asdict(cfg), model_config)
+        refuse_another(run_dir, cfg.tree(), model_config)
 
 
 def _told(cfg: RunConfig, model_config: dict[str, Any]) -> int:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # launch.run does the rest
 
-from dataclasses import asdict  # noqa: E402
-
 from hydra import compose, initialize_config_dir  # noqa: E402
 from hydra.core.config_store import ConfigStore  # noqa: E402
 from hydra.errors import HydraException  # noqa: E402
@@ -57,7 +55,7 @@ def composed(old: RunConfig, arguments: Sequence[str]) -> RunConfig:
         f"+{argument}" if (CONFIGS / argument.partition("=")[0]).is_dir() else argument
         for argument in checked(arguments, CONFIGS)
     ]
-    ConfigStore.instance().store(name="resumed", node=asdict(old))
+    ConfigStore.instance().store(name="resumed", node=old.tree())
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             return load(compose("resumed", overrides))

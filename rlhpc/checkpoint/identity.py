@@ -12,10 +12,39 @@ from rlhpc.errors import CheckpointError
 
 RUN_NAME = "run.json"
 
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+# Keys of the parallel layout and of the machine: any checkpoint loads under any of them. Losses stay the same but for
+# rounding.
+LAYOUT = (
+    f"{_ACTOR}.megatron.context_parallel_size",
+    f"{_ACTOR}.megatron.expert_model_parallel_size",
+    f"{_ACTOR}.megatron.expert_tensor_parallel_size",
+    f"{_ACTOR}.megatron.pipeline_model_parallel_size",
+    f"{_ACTOR}.megatron.tensor_model_parallel_size",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu",
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    f"{_ROLLOUT}.cpu_kv_cache_gib",
+    f"{_ROLLOUT}.enforce_eager",
+    f"{_ROLLOUT}.expert_parallel_size",
+    f"{_ROLLOUT}.free_cache_engine",
+    f"{_ROLLOUT}.gpu_memory_utilization",
+    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
+    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+    f"{_ROLLOUT}.max_num_batched_tokens",
+    f"{_ROLLOUT}.max_num_seqs",
+    f"{_ROLLOUT}.tensor_model_parallel_size",
+    "trainer.device",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+)
 # Keys (or sections) that change how a run goes on without changing what it is.
 FREE = (
-    "actor_rollout_ref.rollout.chunk_prompts",
-    "actor_rollout_ref.rollout.gpu_memory_utilization",
+    *LAYOUT,
+    f"{_ROLLOUT}.chunk_prompts",
     "checkpoint",
     "cluster",
     "data.val_batch_size",
@@ -23,6 +52,7 @@ FREE = (
     "data.val_max_samples",
     "launch",
     "reshard",
+    "resume",
     "reward.num_workers",
     "reward.timeout_s",
     "run_dir",
@@ -59,14 +89,14 @@ def refuse_another(directory: Path, config: Mapping[str, Any], model_config: Map
         raise CheckpointError(f"{path} is damaged ({error}); restore it, or choose another run_dir") from error
     differing = [
         f"  {key}: {json.dumps(old)} -> {json.dumps(new)}"
-        for key, old, new in _differences(stored, {"config": dict(config), "model": dict(model_config)})
+        for key, old, new in differences(stored, {"config": dict(config), "model": dict(model_config)})
         if not free(key.removeprefix("config."))
     ]
     if differing:
         raise CheckpointError(
             f"run_dir={directory} belongs to a run with other settings:\n" + "\n".join(differing) + "\n"
             "choose another run_dir, or restore these settings to go on with that run "
-            f"(free to change: {', '.join(FREE)})"
+            f"(free to change: parallel sizes, microbatches, the machine, {', '.join(FREE[len(LAYOUT) :])})"
         )
 
 
@@ -94,7 +124,8 @@ def free(key: str) -> bool:
     return any(key == free or key.startswith(free + ".") for free in FREE)
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of every leaf that differs, sorted; None for one that a side doesn't have."""
     before, after = dict(_leaves("", old)), dict(_leaves("", new))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):

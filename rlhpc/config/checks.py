@@ -300,6 +300,14 @@ def _trainer(case: _Case) -> Iterator[str]:
             f"trainer.resume_mode={trainer.resume_mode} with resume_from_path={trainer.resume_from_path}; "
             "set both (resume_mode=resume_path) or neither"
         )
+    resume = case.cfg.resume
+    if resume.from_ is not None and trainer.resume_from_path is not None:
+        yield (
+            f"resume.from={resume.from_} and trainer.resume_from_path={trainer.resume_from_path} mean the same; set "
+            "one of them (the latter goes with trainer.resume_mode=resume_path)"
+        )
+    if resume.from_ is None and resume.what != "all":
+        yield f"resume.what={resume.what} needs something to take from; set resume.from, or resume.what=all"
     if trainer.test_freq > 0 and not data.val_files:
         yield f"trainer.test_freq={trainer.test_freq} needs data.val_files; give them, or set test_freq=-1"
     if actor.optim.lr_decay_style != "constant" and trainer.total_training_steps is None:

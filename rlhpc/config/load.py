@@ -6,13 +6,13 @@ import hashlib
 import json
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
-from rlhpc.config.schema import RunConfig
+from rlhpc.config.schema import RunConfig, written
 from rlhpc.config.verl import verl_key
 from rlhpc.errors import ConfigError
 
@@ -65,25 +65,25 @@ def violations(tree: Mapping[str, Any]) -> list[str]:
 
 def defaults() -> dict[str, Any]:
     """The schema's defaults as a plain tree, interpolations and missing values (`???`) included."""
-    return asdict(RunConfig())
+    return RunConfig().tree()
 
 
 def to_yaml(cfg: RunConfig) -> str:
     """The configuration as YAML that `load` reads back."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(cfg)))
+    return OmegaConf.to_yaml(OmegaConf.create(cfg.tree()))
 
 
 def config_digest(cfg: RunConfig) -> str:
     """16 hex digits that differ whenever a value differs."""
-    canonical = json.dumps(asdict(cfg), sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(cfg.tree(), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 def diff(old: RunConfig | Mapping[str, Any], new: RunConfig | Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(dotted key, old value, new value) of every leaf that differs, sorted; `???` marks absent leaves."""
-    trees = (asdict(c) if isinstance(c, RunConfig) else c for c in (old, new))
+    trees = (c.tree() if isinstance(c, RunConfig) else c for c in (old, new))
     before, after = (dict(_leaves("", tree)) for tree in trees)
     pairs = ((key, before.get(key, MISSING), after.get(key, MISSING)) for key in sorted({*before, *after}))
     return [(key, a, b) for key, a, b in pairs if a != b or type(a) is not type(b)]
@@ -118,21 +118,22 @@ def _leaf_types() -> tuple[tuple[str, Any], ...]:
 
 def _typed_keys(cls: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, kind in get_type_hints(cls).items():
-        yield prefix + name, kind
+        key = prefix + written(name)
+        yield key, kind
         if is_dataclass(kind):
-            yield from _typed_keys(kind, f"{prefix}{name}.")
+            yield from _typed_keys(kind, f"{key}.")
 
 
 def _build(cls: type, tree: Any, prefix: str, problems: list[str]) -> Any:
     """An instance of dataclass `cls`, defaults where `tree` says nothing. `problems` gets what is wrong."""
     if not isinstance(tree, Mapping):
-        names = ", ".join(f.name for f in fields(cls))
+        names = ", ".join(written(f.name) for f in fields(cls))
         problems.append(f"{prefix[:-1]}={tree!r} must be a section with the keys {names}")
         return cls()
-    kinds, values = get_type_hints(cls), {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if name not in kinds:
+    kinds, named, values = get_type_hints(cls), {written(f.name): f.name for f in fields(cls)}, {}
+    for last, value in tree.items():
+        key, name = f"{prefix}{last}", named.get(last)
+        if name is None:
             problems += _unknown(key, value)
         elif is_dataclass(kinds[name]):
             values[name] = _build(kinds[name], value, key + ".", problems)
@@ -234,6 +235,7 @@ def _with_absolute_paths(cfg: RunConfig) -> RunConfig:
         (cfg.data, "val_files"),
         (cfg.trainer, "default_local_dir"),
         (cfg.trainer, "resume_from_path"),
+        (cfg.resume, "from_"),
     ):
         setattr(section, name, _absolute(getattr(section, name)))
     return cfg

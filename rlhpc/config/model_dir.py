@@ -15,8 +15,8 @@ MADE_BY = {  # what experiments ask for and a script of ours makes
 }
 
 
-def read_model_config(path: str | Path) -> dict[str, Any]:
-    """The parsed `config.json` of an HF model directory.
+def read_model_config(path: str | Path, *, key: str = "actor_rollout_ref.model.path") -> dict[str, Any]:
+    """The parsed `config.json` of an HF model directory, which a key of the configuration names.
 
     Raises ModelError: no directory or file, not JSON, or a family that isn't known.
     """
@@ -24,11 +24,11 @@ def read_model_config(path: str | Path) -> dict[str, Any]:
 
     file = Path(path) / "config.json"
     if not Path(path).is_dir():
-        raise ModelError(f"actor_rollout_ref.model.path={path} is not a directory; {fix_path(path)}")
+        raise ModelError(f"{key}={path} is not a directory; {fix_path(path)}")
     try:
         model_config = json.loads(file.read_text())
     except FileNotFoundError as error:
-        raise ModelError(f"{file} is missing; model.path must be an HF model directory") from error
+        raise ModelError(f"{file} is missing; {key} must be an HF model directory") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ModelError(f"{file} can't be read as JSON: {error}; copy the model directory again") from error
     if not isinstance(model_config, dict):

@@ -170,6 +170,7 @@ def _registries() -> dict[str, Collection[str]]:
         "algorithm.kl_ctrl.type": ("fixed",),
         "algorithm.rollout_correction.rollout_is": LEVELS,
         "checkpoint.best_mode": ("max", "min"),
+        "resume.what": ("weights", "all"),
         "trainer.logger": LOGGERS,
         "trainer.device": ("auto", "cpu", "cuda"),
         "trainer.resume_mode": ("auto", "disable", "resume_path"),

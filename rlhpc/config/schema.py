@@ -1,13 +1,18 @@
 """The typed configuration schema: the only place where a default lives.
 
 Leaf names follow verl where verl has the thing (`actor_rollout_ref.rollout.n`, `algorithm.adv_estimator`);
-`cluster`, `launch`, `checkpoint` and `reshard` are rlhpc's own. YAML files under `configs/` only override.
+`cluster`, `launch`, `checkpoint`, `resume` and `reshard` are rlhpc's own. YAML files under `configs/` only override.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+def written(name: str) -> str:
+    """The key that users write for a field: `from` is a keyword of Python, so its field is `from_`."""
+    return name.removesuffix("_")
 
 
 @dataclass
@@ -186,8 +191,8 @@ class TrainerConfig:
     test_freq: int = -1  # steps between validations; -1: only at the end
     val_before_train: bool = True  # validate the initial policy
     critic_warmup: int = 0  # steps that train the critic alone; only 0 for now
-    resume_mode: str = "auto"  # auto: newest in default_local_dir | disable | resume_path
-    resume_from_path: str | None = None  # a checkpoint directory, for resume_mode=resume_path
+    resume_mode: str = "auto"  # auto: newest in default_local_dir | disable | resume_path (verl's resume.from)
+    resume_from_path: str | None = None  # for resume_mode=resume_path; the same as resume.from
     default_local_dir: str | None = None  # None: <run_dir>/checkpoints
     balance_batch: bool = True  # even out tokens over data-parallel ranks
     log_val_generations: int = 3  # shown on the console per validation; all go to JSON-lines
@@ -204,6 +209,12 @@ class CheckpointConfig:
     best_metric: str | None = None  # such as val-core/openai/gsm8k/reward/mean@1
     best_mode: str = "max"  # max | min
     save_final: bool = True  # commit a checkpoint after the last step
+
+
+@dataclass
+class ResumeConfig:
+    from_: str | None = None  # begin from: an HF directory, a run or its step-NNNNNN; null: the model's directory
+    what: str = "all"  # all: also optimizer, step, data cursor, random state | weights: step 0, fresh optimizer
 
 
 @dataclass
@@ -258,9 +269,14 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     # everything that a run writes goes here; relative to the working directory, like all paths
     run_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
     seed: int = 0  # same seed, same run: data order and sampling derive from it
+
+    def tree(self) -> dict[str, Any]:
+        """Plain nested dictionaries, under the keys that users write."""
+        return asdict(self, dict_factory=lambda pairs: {written(name): value for name, value in pairs})

@@ -74,7 +74,7 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_MEGATRON}.sequence_parallel": VerlKey("follows tensor_model_parallel_size; set true", (True,)),
     f"{_MEGATRON}.use_mbridge": VerlKey("HF weights are always read directly; remove it", (True,)),
     f"{_MEGATRON}.use_dist_checkpointing": VerlKey("checkpoints are safetensors; set false", (False,)),
-    f"{_MEGATRON}.dist_checkpointing_*": VerlKey("start from HF weights: actor_rollout_ref.model.path", (None, "")),
+    f"{_MEGATRON}.dist_checkpointing_*": VerlKey("set resume.from", (None, "")),
     f"{_MEGATRON}.seed": VerlKey("set seed"),
     f"{_MEGATRON}.dtype": VerlKey(f"set {_MODEL}.dtype"),
     f"{_MEGATRON}.override_transformer_config.recompute_*": VerlKey(

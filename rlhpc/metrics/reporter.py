@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from types import TracebackType
@@ -43,7 +42,7 @@ class Reporter:
                 project=trainer.project_name,
                 name=trainer.experiment_name,
                 mode=trainer.wandb_mode,
-                config=asdict(cfg),
+                config=cfg.tree(),
             )
         self._console = Console(total_steps)
 

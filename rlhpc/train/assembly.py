@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ def load_data(cfg: RunConfig, directory: Path) -> tuple[Any, PromptDataset, Prom
     family = family_for(model_config)
     check_hf(model_dir, family.canonical_tensors(model_config))
     eos_token_ids(model_dir, model_config)  # for its refusal: the ranks read them
-    check_identity(directory, asdict(cfg), model_config, trained=has_trained(directory))
+    check_identity(directory, cfg.tree(), model_config, trained=has_trained(directory))
     tokenizer = load_tokenizer(cfg)
     dataset = load_prompts(cfg.data.train_files, tokenizer, cfg.data)
     held_out = load_prompts(cfg.data.val_files, tokenizer, cfg.data) if cfg.data.val_files else None

@@ -1,7 +1,6 @@
 """A run directory goes on with its own settings, and says what differs from others."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ MODEL = {"model_type": "qwen3_moe", "hidden_size": 128, "rope": {"theta": 1e6}}
 
 
 def test_the_same_settings_go_on(tmp_path: Path) -> None:
-    config = asdict(RunConfig())
+    config = RunConfig().tree()
     check_identity(tmp_path / "run", config, MODEL, trained=True)
     check_identity(tmp_path / "run", config, MODEL, trained=True)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["model"] == MODEL
@@ -22,20 +21,20 @@ def test_the_same_settings_go_on(tmp_path: Path) -> None:
 
 def test_what_may_change_is_taken_over(tmp_path: Path) -> None:
     cfg = RunConfig()
-    check_identity(tmp_path, asdict(cfg), MODEL, trained=True)
+    check_identity(tmp_path, cfg.tree(), MODEL, trained=True)
     cfg.trainer.total_training_steps, cfg.trainer.logger, cfg.checkpoint.keep = 500, ["console", "wandb"], 9
-    check_identity(tmp_path, asdict(cfg), MODEL, trained=True)
+    check_identity(tmp_path, cfg.tree(), MODEL, trained=True)
     stored = json.loads((tmp_path / "run.json").read_text())["config"]
     assert stored["trainer"]["total_training_steps"] == 500 and stored["checkpoint"]["keep"] == 9
 
 
 def test_the_rest_is_listed_with_old_and_new(tmp_path: Path) -> None:
     cfg = RunConfig()
-    check_identity(tmp_path, asdict(cfg), MODEL, trained=True)
+    check_identity(tmp_path, cfg.tree(), MODEL, trained=True)
     before = (tmp_path / "run.json").read_text()
     cfg.seed, cfg.actor_rollout_ref.actor.optim.lr, cfg.trainer.save_freq = 3, 0.5, 7
     with pytest.raises(CheckpointError) as raised:
-        check_identity(tmp_path, asdict(cfg), MODEL | {"hidden_size": 256}, trained=True)
+        check_identity(tmp_path, cfg.tree(), MODEL | {"hidden_size": 256}, trained=True)
     lines = str(raised.value).splitlines()
     assert lines[0] == f"run_dir={tmp_path} belongs to a run with other settings:"
     assert lines[1:-1] == [
@@ -49,14 +48,14 @@ def test_the_rest_is_listed_with_old_and_new(tmp_path: Path) -> None:
 
 def test_a_start_that_trained_nothing_binds_nobody(tmp_path: Path) -> None:
     cfg = RunConfig()
-    check_identity(tmp_path, asdict(cfg), MODEL, trained=False)
+    check_identity(tmp_path, cfg.tree(), MODEL, trained=False)
     cfg.seed = 3
-    check_identity(tmp_path, asdict(cfg), MODEL, trained=False)
+    check_identity(tmp_path, cfg.tree(), MODEL, trained=False)
     assert json.loads((tmp_path / "run.json").read_text())["config"]["seed"] == 3
 
 
 def test_every_free_key_exists() -> None:
-    config = asdict(RunConfig())
+    config = RunConfig().tree()
     for key in FREE:
         node = config
         for part in key.split("."):
