@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ def test_the_newest_settings_count_and_a_run_may_have_been_moved(tmp_path: Path)
     run = write_run(tmp_path / "moved")
     old = settings_of(run)
     assert (old.trainer.total_training_steps, old.run_dir) == (100, str(run))
-    driven = asdict(load(GIVEN | {"trainer": {"total_training_steps": 200}}))
+    driven = load(GIVEN | {"trainer": {"total_training_steps": 200}}).tree()
     (run / "run.json").write_text(json.dumps({"config": driven, "model": {}}))
     os.utime(run / "config.yaml", (1, 1))
     assert settings_of(run).trainer.total_training_steps == 200
