@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from rlhpc.errors import CheckpointError
 
+T = TypeVar("T")
+
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # no space, quota, RLIMIT_FSIZE
+LATE = frozenset({errno.ENOENT, errno.ESTALE})  # what one node of a network file system sees of another's rename
+PATIENCE_S = 60.0  # an NFS client believes for up to a minute (acdirmax) what it last knew of a directory
+NETWORK = ("9p", "beegfs", "ceph", "cifs", "fuse", "gpfs", "lustre", "nfs", "smb", "weka", "wekafs")
 
 
 class DiskFullError(CheckpointError):
@@ -27,9 +33,46 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
-def publish_file(path: Path, write: Callable[[Path], None]) -> None:
+def patiently(path: Path, action: Callable[[], T], patience_s: float | None = None) -> T:
+    """Does something to a file that another node may have put there a moment ago. What is missing or stale on a network
+    file system is tried again for `patience_s`, by default PATIENCE_S there and not at all on a local one.
+
+    Raises OSError, the last one.
+    """
+    begin, pause = time.monotonic(), 0.05
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in LATE:
+                raise
+            if patience_s is None:
+                patience_s = PATIENCE_S if on_network(path.parent) else 0.0
+            if time.monotonic() - begin + pause > patience_s:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, 2.0)
+        if path.parent.is_dir():
+            os.listdir(path.parent)  # has the client ask the server for the directory's present content
+
+
+def on_network(directory: Path) -> bool:
+    """Whether other nodes may write there too; False for a directory that doesn't exist."""
+    try:
+        device = os.stat(directory).st_dev
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        if fields[2] == number:
+            return fields[fields.index("-") + 1].startswith(NETWORK)
+    return False
+
+
+def publish_file(path: Path, write: Callable[[Path], None], num_bytes: int | None = None) -> None:
     """Has `write` fill a neighbouring `<name>.partial`, then gives it its name: readers see all of it or
-    nothing.
+    nothing. `num_bytes` is what it needs, for the message of an error.
 
     Raises DiskFullError or CheckpointError; the partial file is then gone.
     """
@@ -40,9 +83,13 @@ def publish_file(path: Path, write: Callable[[Path], None]) -> None:
         os.rename(partial, path)
         fsync(path.parent)
     except OSError as error:
-        needed = partial.stat().st_size if partial.exists() else 0
+        if num_bytes is None:
+            num_bytes = partial.stat().st_size if partial.exists() else 0
         partial.unlink(missing_ok=True)
-        raise_write_error(error, path, needed)
+        raise_write_error(error, path, num_bytes)
+    except CheckpointError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def free_bytes(directory: Path) -> int:

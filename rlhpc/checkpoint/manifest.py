@@ -1,59 +1,95 @@
-"""What a checkpoint consists of: the manifest, its files and their checksums. docs/checkpoint-format.md is
-the format."""
+"""What a checkpoint consists of: the manifest, its files, their pieces and checksums. docs/checkpoint-format.md is the
+format."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
-from rlhpc.checkpoint.durable import publish_file
+from rlhpc.checkpoint.chunks import CHUNK_BYTES, chunk_checksums
+from rlhpc.checkpoint.durable import patiently, publish_file
+from rlhpc.checkpoint.pieces import KINDS, Box, Index, Run, Section, StoredPiece
 from rlhpc.errors import CheckpointError
 
 FORMAT = "rlhpc-checkpoint"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 STEP_NAME = re.compile(r"step-(\d{6,})")
-CHUNK_BYTES = 64 * 2**20
+
+
+class RankTensor(NamedTuple):
+    """A tensor of a rank's own (the state of a random generator), row-major from byte `begin` of its file."""
+
+    dtype: str
+    shape: Index
+    begin: int
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One shard file: who wrote it, how long it is, and the XXH3-64 of each `chunk_bytes` of it."""
+    """One shard file: who wrote it, its length, the XXH3-64 of each `chunk_bytes` of it, and what lies where in it."""
 
     name: str
     rank: int
     size_bytes: int
     checksums: tuple[str, ...]
     chunk_bytes: int = CHUNK_BYTES
+    runs: tuple[Run, ...] = ()
+    shapes: Mapping[str, Index] = field(default_factory=dict)  # of the canonical tensors, at least of those in `runs`
+    rank_tensors: Mapping[str, RankTensor] = field(default_factory=dict)
+    scalars: Mapping[str, Any] = field(default_factory=dict)  # the rank's JSON state, in its first file only
+
+    def pieces(self) -> Iterator[StoredPiece]:
+        """In the order in which they lie in the file, run by run."""
+        for run in self.runs:
+            for section in run.sections:
+                for box, begin in run.places(section):
+                    yield StoredPiece(section.kind, *box, section.dtype, self.rank, self.name, begin)
 
     def verify(self, directory: Path, *, checksums: bool = True) -> None:
         """Raises CheckpointError naming the file and what is wrong with it: missing, another size, another
         content."""
         path = directory / self.name
         try:
-            size = path.stat().st_size
+            size = patiently(path, path.stat).st_size
+            if size != self.size_bytes:
+                raise CheckpointError(f"{path}: {size} bytes, the manifest says {self.size_bytes}")
+            found = chunk_checksums(path, self.chunk_bytes) if checksums else list(self.checksums)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from error
-        if size != self.size_bytes:
-            raise CheckpointError(f"{path}: {size} bytes, the manifest says {self.size_bytes}")
-        if not checksums:
-            return
-        for index, (got, expected) in enumerate(
-            zip(chunk_checksums(path, self.chunk_bytes), self.checksums, strict=True)
-        ):
-            if got != expected:
-                raise CheckpointError(f"{path}: chunk {index} has xxh3 {got}, the manifest says {expected}")
+        for chunk, checksum in enumerate(found):
+            self.compare(directory, chunk, checksum)
+
+    def compare(self, directory: Path, chunk: int, got: str) -> None:
+        """Raises CheckpointError naming file and chunk unless `got` is the chunk's checksum."""
+        if got != (expected := self.checksums[chunk]):
+            path = directory / self.name
+            raise CheckpointError(f"{path}: chunk {chunk} has xxh3 {got}, the manifest says {expected}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Complete in itself, unlike the entry in a manifest, which has the tensors' names and shapes in one place."""
+        names = sorted({box.name for run in self.runs for box in run.boxes})
+        table = [[name, list(self.shapes[name])] for name in names]
+        return {"tensors": table} | _encode(self, {name: i for i, name in enumerate(names)}, self.shapes)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> FileEntry:
+        names = [name for name, _ in document["tensors"]]
+        return _decode(document, names, {name: tuple(shape) for name, shape in document["tensors"]})
 
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """A committed checkpoint. `state` is the driver's JSON: cursor, wandb id, config digest, metrics."""
+    """A committed checkpoint. `state` is the driver's JSON: cursor, wandb id, metrics."""
 
     directory: Path  # where it was read from; not part of the file
     step: int
@@ -61,6 +97,8 @@ class CheckpointManifest:
     files: tuple[FileEntry, ...]
     layout: Mapping[str, Any] = field(default_factory=dict)  # the parallel layout that wrote it
     state: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, Index] = field(default_factory=dict)  # of all canonical tensors
+    config_digest: str = ""
 
     @property
     def world_size(self) -> int:
@@ -69,6 +107,33 @@ class CheckpointManifest:
     @property
     def size_bytes(self) -> int:
         return sum(entry.size_bytes for entry in self.files)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Those that are stored, in the order of KINDS."""
+        found = {section.kind for entry in self.files for run in entry.runs for section in run.sections}
+        return tuple(sorted(found, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind)))
+
+    def pieces(self, kind: str, names: Collection[str] | None = None) -> Iterator[StoredPiece]:
+        """The stored pieces of a kind, of the given canonical tensors or of all, file by file. What several ranks hold
+        alike may come from each of them. One pass takes a fraction of a second for the largest models: give it all
+        names at once, as a set."""
+        for entry in self.files:
+            for run in entry.runs:
+                for section in run.sections:
+                    if section.kind != kind:
+                        continue
+                    for box, begin in run.places(section):
+                        if names is None or box.name in names:
+                            yield StoredPiece(kind, *box, section.dtype, entry.rank, entry.name, begin)
+
+    def entry(self, name: str) -> FileEntry:
+        """The file of that name. Raises KeyError."""
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, FileEntry]:
+        return {entry.name: entry for entry in self.files}
 
     def of_rank(self, rank: int) -> tuple[FileEntry, ...]:
         """The files that a rank wrote. Raises CheckpointError when there was no such rank."""
@@ -79,6 +144,23 @@ class CheckpointManifest:
                 f"resume with as many ranks as wrote it"
             )
         return entries
+
+    def require_whole(self) -> None:
+        """Raises CheckpointError naming a tensor that the pieces of a kind don't hold completely, though in part."""
+        held: dict[str, dict[str, set[Box]]] = defaultdict(lambda: defaultdict(set))
+        for entry in self.files:
+            for run in entry.runs:
+                for kind in {section.kind for section in run.sections}:
+                    boxes = held[kind]
+                    for box in run.boxes:
+                        boxes[box.name].add(box)
+        for kind, by_name in held.items():
+            for name, boxes_of in by_name.items():
+                found, needed = sum(box.num_elements for box in boxes_of), prod(self.shapes[name])
+                if found < needed:
+                    raise CheckpointError(
+                        f"step {self.step}: the ranks hold {found} of the {needed} elements of {kind} {name}"
+                    )
 
     def verify(self, *, checksums: bool = True) -> None:
         """Raises CheckpointError naming the first file that is missing or differs; sizes only if so asked."""
@@ -95,56 +177,36 @@ def committed_steps(root: Path) -> dict[int, Path]:
     return dict(sorted(steps.items()))
 
 
-def chunk_checksums(path: Path, chunk_bytes: int = CHUNK_BYTES) -> list[str]:
-    """XXH3-64, as 16 hexadecimal digits, of each `chunk_bytes` of a file; an empty file has none."""
-    checksums: list[str] = []
-    buffer = bytearray(4 * 2**20)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while True:
-            digest, length = xxhash.xxh3_64(), 0
-            while length < chunk_bytes and (count := file.readinto(view[: chunk_bytes - length])):
-                digest.update(view[:count])
-                length += count
-            if not length:
-                return checksums
-            checksums.append(digest.hexdigest())
-
-
 def write_manifest(manifest: CheckpointManifest) -> None:
     """Writes manifest.json, with a checksum of itself, durably into the manifest's directory.
 
     Raises CheckpointError when `state` or `layout` holds something that JSON doesn't, or the disk is full.
     """
+    names = sorted(manifest.shapes)
+    positions = {name: position for position, name in enumerate(names)}
     document: dict[str, Any] = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
         "step": manifest.step,
         "policy_version": manifest.policy_version,
         "world_size": manifest.world_size,
+        "config_digest": manifest.config_digest,
         "layout": dict(manifest.layout),
         "state": dict(manifest.state),
-        "files": [
-            {
-                "name": entry.name,
-                "rank": entry.rank,
-                "size_bytes": entry.size_bytes,
-                "chunk_bytes": entry.chunk_bytes,
-                "xxh3": list(entry.checksums),
-            }
-            for entry in manifest.files
-        ],
+        "tensors": [[name, list(manifest.shapes[name])] for name in names],
+        "files": [_encode(entry, positions, manifest.shapes) for entry in manifest.files],
     }
     try:
-        document = json.loads(json.dumps(document))  # what a reader will see: string keys, lists
+        text = json.dumps(document, separators=(",", ":"))
     except TypeError as error:
         raise CheckpointError(f"the state of step {manifest.step} is not JSON: {error}") from error
-    text = json.dumps(document | {"xxh3": _self_checksum(document)}, indent=1)
+    body = text.encode("ascii")
+    data = body[:-1] + _seal(body)
 
     def write(path: Path) -> None:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
 
-    publish_file(manifest.directory / MANIFEST_NAME, write)
+    publish_file(manifest.directory / MANIFEST_NAME, write, len(data))
 
 
 def read_manifest(directory: Path) -> CheckpointManifest:
@@ -154,7 +216,8 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        data = patiently(path, path.read_bytes)
+        document = json.loads(data)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
@@ -163,25 +226,78 @@ def read_manifest(directory: Path) -> CheckpointManifest:
         raise CheckpointError(f"{path}: not a manifest of format {FORMAT!r}")
     if document.get("schema_version") != SCHEMA_VERSION:
         raise CheckpointError(
-            f"{path}: schema version {document.get('schema_version')!r}; this rlhpc reads {SCHEMA_VERSION}"
+            f"{path}: schema version {document.get('schema_version')!r}; this rlhpc reads {SCHEMA_VERSION}: go on with "
+            f"the rlhpc that wrote it, or choose another run_dir"
         )
-    checksum = document.pop("xxh3", None)
-    if checksum != _self_checksum(document):
-        raise CheckpointError(f"{path}: has xxh3 {_self_checksum(document)}, but says {checksum}; it was changed")
+    body = data[:-_SEAL_BYTES] + b"}"
+    if (seal := _seal(body)) != data[-_SEAL_BYTES:]:
+        raise CheckpointError(
+            f"{path}: its content has xxh3 {seal[-19:-3].decode()}, but it says {document.get('xxh3')}; it was changed"
+        )
+    shapes = {name: tuple(shape) for name, shape in document["tensors"]}
     return CheckpointManifest(
         directory=directory,
         step=document["step"],
         policy_version=document["policy_version"],
         layout=document["layout"],
         state=document["state"],
-        files=_file_entries(document["files"]),
+        files=tuple(_decode(entry, list(shapes), shapes) for entry in document["files"]),
+        shapes=shapes,
+        config_digest=document["config_digest"],
     )
 
 
-def _file_entries(files: Sequence[Mapping[str, Any]]) -> tuple[FileEntry, ...]:
-    return tuple(FileEntry(f["name"], f["rank"], f["size_bytes"], tuple(f["xxh3"]), f["chunk_bytes"]) for f in files)
+def _seal(body: bytes) -> bytes:
+    """What stands in the file instead of the document's closing brace: the checksum of the bytes without it."""
+    return b',"xxh3":"%s"}\n' % xxhash.xxh3_64_hexdigest(body).encode()
 
 
-def _self_checksum(document: Mapping[str, Any]) -> str:
-    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    return xxhash.xxh3_64_hexdigest(canonical.encode())
+_SEAL_BYTES = len(_seal(b""))
+
+
+def _encode(entry: FileEntry, positions: Mapping[str, int], shapes: Mapping[str, Index]) -> dict[str, Any]:
+    """A box is `[tensor, start..., stop...]`, or `[tensor]` where it is all of it."""
+
+    def encode(box: Box) -> list[int]:
+        whole = box.stop == shapes[box.name] and not any(box.start)
+        return [positions[box.name]] if whole else [positions[box.name], *box.start, *box.stop]
+
+    return {
+        "name": entry.name,
+        "rank": entry.rank,
+        "size_bytes": entry.size_bytes,
+        "chunk_bytes": entry.chunk_bytes,
+        "xxh3": list(entry.checksums),
+        "runs": [
+            {"sections": [list(section) for section in run.sections], "boxes": [encode(box) for box in run.boxes]}
+            for run in entry.runs
+        ],
+        "rank_tensors": {name: list(tensor) for name, tensor in entry.rank_tensors.items()},
+        "scalars": dict(entry.scalars),
+    }
+
+
+def _decode(document: Mapping[str, Any], names: list[str], shapes: Mapping[str, Index]) -> FileEntry:
+    def decode(numbers: list[int]) -> Box:
+        name, dims = names[numbers[0]], len(numbers) // 2
+        if not dims:
+            return Box(name, (0,) * len(shapes[name]), shapes[name])
+        return Box(name, tuple(numbers[1 : 1 + dims]), tuple(numbers[1 + dims :]))
+
+    return FileEntry(
+        name=document["name"],
+        rank=document["rank"],
+        size_bytes=document["size_bytes"],
+        checksums=tuple(document["xxh3"]),
+        chunk_bytes=document["chunk_bytes"],
+        runs=tuple(
+            Run(tuple(map(decode, run["boxes"])), tuple(Section(*section) for section in run["sections"]))
+            for run in document["runs"]
+        ),
+        shapes=shapes,
+        rank_tensors={
+            name: RankTensor(dtype, tuple(shape), begin)
+            for name, (dtype, shape, begin) in document["rank_tensors"].items()
+        },
+        scalars=document["scalars"],
+    )

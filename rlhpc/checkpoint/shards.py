@@ -1,157 +1,246 @@
-"""One rank's part of a checkpoint: safetensors files, written durably and read back only when they verify."""
+"""One rank's part of a checkpoint: safetensors files with a checksum of every chunk, written durably in one pass."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import struct
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
+from rlhpc.checkpoint.chunks import CHUNK_BYTES, ChunkWriter, chunk_checksums, drop_cached
 from rlhpc.checkpoint.durable import ensure_space, publish_file
-from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry, chunk_checksums
+from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry, RankTensor
+from rlhpc.checkpoint.pieces import ITEM_BYTES, Box, Index, Piece, Run, Section
+from rlhpc.checkpoint.reader import ChunkReader
 from rlhpc.errors import CheckpointError
 
 MAX_FILE_BYTES = 4 * 2**30
 METADATA_KEY = "rlhpc"
+SAFETENSORS_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
+    "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Which box of which canonical tensor a stored tensor is: `start[d] <= index[d] < start[d] +
-    extent[d]`."""
+class Segment(NamedTuple):
+    """Tensors that lie together in a file: one kind of the boxes of a run, or (without boxes) a tensor of the rank."""
 
-    name: str  # canonical (HF) name
-    shape: tuple[int, ...]  # of the whole canonical tensor
-    start: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    kind: str  # or the rank tensor's name
+    dtype: str
+    tensors: Mapping[str, torch.Tensor]  # by key in the file
+
+
+@dataclass
+class FilePlan:
+    """What goes into one file."""
+
+    blocks: dict[Box, dict[str, torch.Tensor]] = field(default_factory=dict)  # of each box all its kinds
+    rank_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_bytes: int = 0
 
 
 def write_shard(
     directory: Path,
     rank: int,
-    tensors: Mapping[str, torch.Tensor],
-    scalars: Mapping[str, object],
-    placements: Mapping[str, Placement] | None = None,
+    pieces: Sequence[tuple[Piece, torch.Tensor]],
+    shapes: Mapping[str, Index],
+    rank_tensors: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, Any],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
+    chunk_bytes: int = CHUNK_BYTES,
+    read_back: bool = False,
 ) -> list[FileEntry]:
-    """Writes a rank's tensors and JSON-able scalars as `rank-00000-0000.safetensors`, -0001, ...; returns
-    the entries.
+    """Writes a rank's part as `rank-00000-0000.safetensors`, -0001, ...; returns what the driver commits.
 
-    A file takes as many tensors as fit in `max_file_bytes`, at least one. Scalars stand in the first file's
-    metadata, placements in the metadata of their tensor's file. Each file is written under another name,
-    flushed and renamed. Raises DiskFullError (needed and free bytes in the message) or CheckpointError; no
-    partial file stays.
+    `pieces` are boxes of canonical tensors with their elements, `shapes` has the shapes of the whole tensors;
+    `rank_tensors` and the JSON-able `scalars` are of the rank alone and go into its first file. A file takes as many
+    boxes, each in all its kinds, as fit in `max_file_bytes`, at least one. Tensors that are contiguous and on the CPU
+    are written as they lie there; they must not change meanwhile. `read_back` compares every chunk with what the device
+    then holds.
+
+    Each file is written under another name, flushed and renamed. Raises DiskFullError (needed and free bytes in the
+    message) or CheckpointError; no partial file stays.
     """
-    placements = placements or {}
-    if unknown := sorted(set(placements) - set(tensors)):
-        raise CheckpointError(f"placements of tensors that rank {rank} doesn't save: {', '.join(unknown)}")
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    _check(rank, pieces, shapes)
     try:
-        ensure_space(directory, num_bytes)
+        scalars = json.loads(json.dumps(dict(scalars)))  # what a reader will see: string keys, lists
+    except TypeError as error:
+        raise CheckpointError(f"the scalars of rank {rank} are not JSON: {error}") from error
+    plans = _plan_files(pieces, rank_tensors, max_file_bytes)
+    try:
+        ensure_space(directory, sum(plan.num_bytes for plan in plans), len(plans))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{directory} is gone: the save was given up, or another run has taken over the run directory"
         ) from error
     entries = []
-    for index, names in enumerate(_parts(tensors, max_file_bytes)):
-        metadata = {
-            "rank": rank,
-            "scalars": dict(scalars) if index == 0 else {},
-            "placements": {name: asdict(placements[name]) for name in names if name in placements},
-        }
+    for index, plan in enumerate(plans):
         path = directory / f"rank-{rank:05d}-{index:04d}.safetensors"
-        _write_file(path, {name: tensors[name] for name in names}, metadata)
-        entries.append(FileEntry(path.name, rank, path.stat().st_size, tuple(chunk_checksums(path))))
+        entries.append(_write_file(path, rank, plan, shapes, {} if index else scalars, chunk_bytes, read_back))
     return entries
 
 
-def read_shard(manifest: CheckpointManifest, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A rank's tensors (on CPU) and scalars, of files whose size and checksums verify.
+def read_rank_state(manifest: CheckpointManifest, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors (on the CPU) and scalars of a rank's own, which `write_shard` was given.
 
-    Raises CheckpointError naming the file and what is wrong with it.
+    Reads and verifies the chunks that hold them. Raises CheckpointError naming file and chunk, or when no such rank
+    wrote the checkpoint.
     """
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, Any] = {}
     for entry in manifest.of_rank(rank):
-        entry.verify(manifest.directory)
-        path = manifest.directory / entry.name
-        try:
-            with safe_open(path, framework="pt") as file:
-                scalars |= _metadata(path, file.metadata())["scalars"]
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+        scalars |= entry.scalars
+        ranges = []
+        for name, (dtype, shape, begin) in entry.rank_tensors.items():
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            data = as_bytes(tensors[name])
+            ranges.append((begin, begin + len(data), data))
+        if ranges:
+            ChunkReader(manifest.directory, entry).read(ranges)
     return tensors, scalars
 
 
-def read_placements(manifest: CheckpointManifest, rank: int) -> dict[str, Placement]:
-    """Where a rank's tensors lie in the canonical ones, from the files' headers alone."""
-    placements = {}
-    for entry in manifest.of_rank(rank):
-        path = manifest.directory / entry.name
-        try:
-            with safe_open(path, framework="pt") as file:
-                stored = _metadata(path, file.metadata())["placements"]
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: {error}") from error
-        for name, box in stored.items():
-            placements[name] = Placement(box["name"], tuple(box["shape"]), tuple(box["start"]))
-    return placements
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied: writing to them writes to the tensor."""
+    data: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(data)
 
 
-def _parts(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Iterator[Sequence[str]]:
-    """Tensor names, file by file; one empty part when there is no tensor, for the scalars."""
-    part: list[str] = []
-    part_bytes = 0
-    for name, tensor in tensors.items():
-        if part and part_bytes + tensor.nbytes > max_file_bytes:
-            yield part
-            part, part_bytes = [], 0
-        part.append(name)
-        part_bytes += tensor.nbytes
-    yield part
+def dtype_name(tensor: torch.Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in SAFETENSORS_DTYPES:
+        raise CheckpointError(f"a tensor of dtype {name} can't be stored; choose from {', '.join(SAFETENSORS_DTYPES)}")
+    return name
 
 
-def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, object]) -> None:
-    try:
-        text = json.dumps(metadata)
-    except TypeError as error:
-        raise CheckpointError(f"the scalars of {path.name} are not JSON: {error}") from error
-    # Pointers, since safetensors.torch refuses tensors that share a storage, as views of a flat buffer do.
-    dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    specs = {
-        name: TensorSpec(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=list(tensor.shape),
-            data_ptr=tensor.data_ptr(),
-            data_len=tensor.nbytes,
-        )
-        for name, tensor in dense.items()
-    }
+def _check(rank: int, pieces: Sequence[tuple[Piece, torch.Tensor]], shapes: Mapping[str, Index]) -> None:
+    """What a reader relies on; a violation is the trainer's bug and must not become a checkpoint."""
+    seen = set()
+    for piece, tensor in pieces:
+        if piece.name not in shapes:
+            raise CheckpointError(f"rank {rank}: {piece.key} is a box of a tensor whose shape is not given")
+        shape = shapes[piece.name]
+        inside = len(piece.start) == len(piece.stop) == len(shape)
+        if not inside or not all(0 <= a < b <= n for a, b, n in zip(piece.start, piece.stop, shape, strict=True)):
+            raise CheckpointError(f"rank {rank}: {piece.key} is no box of a tensor of shape {tuple(shape)}")
+        if tuple(tensor.shape) != piece.extent:
+            raise CheckpointError(f"rank {rank}: {piece.key} has elements of shape {tuple(tensor.shape)}")
+        if piece in seen:
+            raise CheckpointError(f"rank {rank}: {piece.key} is given twice")
+        seen.add(piece)
+
+
+def _plan_files(
+    pieces: Sequence[tuple[Piece, torch.Tensor]], rank_tensors: Mapping[str, torch.Tensor], max_file_bytes: int
+) -> list[FilePlan]:
+    blocks: dict[Box, dict[str, torch.Tensor]] = defaultdict(dict)
+    for piece, tensor in pieces:
+        blocks[piece.box][piece.kind] = tensor
+    plans = [FilePlan(rank_tensors=dict(rank_tensors), num_bytes=sum(t.nbytes for t in rank_tensors.values()))]
+    for box, kinds in blocks.items():
+        num_bytes = sum(tensor.nbytes for tensor in kinds.values())
+        if plans[-1].blocks and plans[-1].num_bytes + num_bytes > max_file_bytes:
+            plans.append(FilePlan())
+        plans[-1].blocks[box] = kinds
+        plans[-1].num_bytes += num_bytes
+    return plans
+
+
+def _write_file(
+    path: Path,
+    rank: int,
+    plan: FilePlan,
+    shapes: Mapping[str, Index],
+    scalars: Mapping[str, Any],
+    chunk_bytes: int,
+    read_back: bool,
+) -> FileEntry:
+    segments = _segments(plan)
+    header = _header(segments, rank)
+    size_bytes = len(header) + plan.num_bytes
+    checksums: tuple[str, ...] = ()
 
     def write(partial: Path) -> None:
+        nonlocal checksums
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            serialize_file(specs, partial, metadata={METADATA_KEY: text})
-        except SafetensorError as error:
-            raise _os_error(error) from error
+            writer = ChunkWriter(fd, chunk_bytes)
+            writer.append(memoryview(header))
+            for segment in segments:
+                for tensor in segment.tensors.values():
+                    writer.append(as_bytes(tensor.detach().cpu().contiguous()))
+            checksums = writer.finish()
+            if read_back:
+                drop_cached(fd)
+        finally:
+            os.close(fd)
+        if read_back:
+            _compare(partial, checksums, chunk_bytes)
 
-    publish_file(path, write)
+    publish_file(path, write, size_bytes)
+    runs, rank_tensors = _places(segments, len(header))
+    names = {box.name: shapes[box.name] for box in plan.blocks}
+    return FileEntry(path.name, rank, size_bytes, checksums, chunk_bytes, runs, names, rank_tensors, scalars)
 
 
-def _os_error(error: SafetensorError) -> OSError:
-    """The operating system's error inside one of safetensors', which tells it only as text."""
-    found = re.search(r"os error (\d+)", str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))
+def _segments(plan: FilePlan) -> list[Segment]:
+    """In the order of the file: larger elements first, so that every tensor lies at a multiple of its element's size.
+    Boxes that come in the same kinds and dtypes make a run, whose kinds lie apart: who wants weights skips moments."""
+    alike: dict[tuple[tuple[str, str], ...], list[Box]] = defaultdict(list)
+    for box, kinds in plan.blocks.items():
+        alike[tuple((kind, dtype_name(tensor)) for kind, tensor in sorted(kinds.items()))].append(box)
+    segments = [Segment((), name, dtype_name(tensor), {name: tensor}) for name, tensor in plan.rank_tensors.items()]
+    for kinds_and_dtypes, boxes in alike.items():
+        for kind, dtype in kinds_and_dtypes:
+            tensors = {Piece(kind, *box).key: plan.blocks[box][kind] for box in boxes}
+            segments.append(Segment(tuple(boxes), kind, dtype, tensors))
+    return sorted(segments, key=lambda segment: -ITEM_BYTES[segment.dtype])
 
 
-def _metadata(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    if not metadata or METADATA_KEY not in metadata:
-        raise CheckpointError(f"{path}: no {METADATA_KEY!r} metadata; rlhpc didn't write it")
-    document: dict[str, Any] = json.loads(metadata[METADATA_KEY])
-    return document
+def _places(segments: Sequence[Segment], begin: int) -> tuple[tuple[Run, ...], dict[str, RankTensor]]:
+    """Where everything lies in a file whose data begins at `begin`."""
+    sections: dict[tuple[Box, ...], list[Section]] = defaultdict(list)
+    rank_tensors = {}
+    for boxes, kind, dtype, tensors in segments:
+        if boxes:
+            sections[boxes].append(Section(kind, dtype, begin))
+        else:
+            rank_tensors[kind] = RankTensor(dtype, tuple(tensors[kind].shape), begin)
+        begin += sum(tensor.nbytes for tensor in tensors.values())
+    return tuple(Run(boxes, tuple(found)) for boxes, found in sections.items()), rank_tensors
+
+
+def _header(segments: Sequence[Segment], rank: int) -> bytes:
+    """The beginning of a safetensors file: the length of the JSON as a little-endian 64-bit number, then the JSON, in
+    which offsets count from its end. Source: safetensors 0.8, README.md, "Format"."""
+    document: dict[str, Any] = {"__metadata__": {METADATA_KEY: json.dumps({"rank": rank})}}
+    end = 0
+    for segment in segments:
+        for key, tensor in segment.tensors.items():
+            begin, end = end, end + tensor.nbytes
+            document[key] = {
+                "dtype": SAFETENSORS_DTYPES[segment.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _compare(path: Path, checksums: Sequence[str], chunk_bytes: int) -> None:
+    for index, (got, written) in enumerate(zip(chunk_checksums(path, chunk_bytes), checksums, strict=True)):
+        if got != written:
+            raise CheckpointError(
+                f"{path}: the device gives back chunk {index} with xxh3 {got}, written was {written}; "
+                "the disk or its connection is broken"
+            )

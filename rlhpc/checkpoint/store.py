@@ -2,7 +2,7 @@
 the new.
 
     pending = store.begin(step)                                   # driver
-    entries = write_shard(pending.directory, rank, tensors, ...)  # every rank
+    entries = write_shard(pending.directory, rank, pieces, ...)   # every rank
     store.commit(pending, entries, state)                         # driver, after all ranks
 
 docs/checkpoint-format.md describes what is on disk.
@@ -29,15 +29,14 @@ from rlhpc.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from rlhpc.checkpoint.pieces import Index
 from rlhpc.checkpoint.retention import retained
-from rlhpc.checkpoint.shards import read_shard, write_shard
+from rlhpc.checkpoint.shards import write_shard
 from rlhpc.checkpoint.writer import Writer
 from rlhpc.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["CheckpointStore", "PendingCheckpoint", "read_shard", "write_shard"]
 
 OWNER_NAME = "owner.json"
 LATEST_NAME = "latest"
@@ -186,13 +185,14 @@ class CheckpointStore:
         *,
         policy_version: int | None = None,
         layout: Mapping[str, Any] | None = None,
+        config_digest: str = "",
     ) -> CheckpointManifest:
         """Publishes a save into which every rank has written. `state` and `layout` must be JSON (tuples come
-        back as lists); `policy_version` is the step unless given. Raises CheckpointError and abandons the
-        save when a rank's file is missing, the disk is full or another process has become the writer."""
+        back as lists); `policy_version` is the step unless given. Raises CheckpointError and abandons the save when
+        a rank's file or a part of a tensor is missing, the disk is full or another process has become the writer."""
         try:
             self.require_ownership()
-            manifest = self._complete(pending, tuple(entries), state, policy_version, layout or {})
+            manifest = self._complete(pending, tuple(entries), state, policy_version, layout or {}, config_digest)
             self.require_ownership()
             final = self._directory(pending.step)
             if final.exists():  # damaged, or begin would have refused
@@ -222,8 +222,8 @@ class CheckpointStore:
         state: Mapping[str, Any],
         **manifest_fields: Any,
     ) -> CheckpointManifest:
-        """Begins, writes `shards[rank] = (tensors, scalars)` and commits, all in this process. Raises like
-        each."""
+        """Begins, writes the ranks' own state `shards[rank] = (tensors, scalars)` and commits, all in this process.
+        Raises like each."""
         num_bytes = sum(tensor.nbytes for tensors, _ in shards for tensor in tensors.values())
         self.ensure_space(num_bytes, 2 + len(shards))
         pending = self.begin(step)
@@ -231,7 +231,7 @@ class CheckpointStore:
             entries = [
                 entry
                 for rank, (tensors, scalars) in enumerate(shards)
-                for entry in write_shard(pending.directory, rank, tensors, scalars)
+                for entry in write_shard(pending.directory, rank, [], {}, tensors, scalars)
             ]
         except CheckpointError:
             self.abandon(pending)
@@ -288,8 +288,10 @@ class CheckpointStore:
         state: Mapping[str, Any],
         policy_version: int | None,
         layout: Mapping[str, Any],
+        config_digest: str,
     ) -> CheckpointManifest:
-        """Checks that the ranks 0..N-1 wrote what they say and adds the manifest, the last file of a save."""
+        """Checks that the ranks 0..N-1 wrote what they say, and all of each tensor, and adds the manifest, the last
+        file of a save."""
         ranks = {entry.rank for entry in entries}
         if not ranks or ranks != set(range(len(ranks))):
             missing = sorted(set(range(max(ranks, default=0) + 1)) - ranks)
@@ -301,7 +303,10 @@ class CheckpointStore:
             files=tuple(sorted(entries, key=lambda entry: entry.name)),
             layout=layout,
             state=state,
+            shapes=_shapes(pending.step, entries),
+            config_digest=config_digest,
         )
+        manifest.require_whole()
         manifest.verify(checksums=False)
         write_manifest(manifest)
         return manifest
@@ -363,3 +368,13 @@ class CheckpointStore:
 
 def _write_line(path: Path, text: str) -> None:
     path.write_text(text + "\n")
+
+
+def _shapes(step: int, entries: Iterable[FileEntry]) -> dict[str, Index]:
+    """Of all canonical tensors. Raises CheckpointError when ranks disagree."""
+    shapes: dict[str, Index] = {}
+    for entry in entries:
+        for name, shape in entry.shapes.items():
+            if shapes.setdefault(name, shape) != shape:
+                raise CheckpointError(f"step {step}: {name} has shape {shapes[name]}, but {shape} on rank {entry.rank}")
+    return shapes

@@ -157,15 +157,15 @@ class RankWorker:
 
     def save(self, directory: str) -> list[Any]:
         """Writes this rank's shard into a pending checkpoint; returns its file entries."""
-        from rlhpc.checkpoint.store import write_shard
+        from rlhpc.checkpoint.shards import write_shard
 
         tensors, scalars = self.trainer.state_tensors()
-        return list(write_shard(Path(directory), self.rank, tensors, scalars))
+        return write_shard(Path(directory), self.rank, [], {}, tensors, scalars)
 
     def load(self, manifest: Any) -> None:
-        from rlhpc.checkpoint.store import read_shard
+        from rlhpc.checkpoint.shards import read_rank_state
 
-        tensors, scalars = read_shard(manifest, self.rank)
+        tensors, scalars = read_rank_state(manifest, self.rank)
         self.trainer.load_state(tensors, scalars)
 
     def save_hf(self, directory: str) -> None:

@@ -21,7 +21,7 @@ import psutil
 import torch
 import xxhash
 
-from rlhpc.checkpoint.shards import read_shard
+from rlhpc.checkpoint.shards import read_rank_state
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import ShardSpec
@@ -87,7 +87,7 @@ def weights(run_dir: Path) -> dict[str, Any]:
     largest = 0.0
     parts = {"experts": [0, 0], "routers": [0, 0], "others": [0, 0]}  # changed, of
     for rank in range(manifest.world_size):
-        tensors, scalars = read_shard(manifest, rank)
+        tensors, scalars = read_rank_state(manifest, rank)
         sizes = scalars["layout"]
         layout = ParallelLayout(**{name: sizes[name] for name in sizes if name != "rank"})
         before = initial_parameters(family_for(config).trainer_specs(config, layout, "float32"), rank)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from rlhpc.checkpoint.store import CheckpointStore, read_shard
+from rlhpc.checkpoint.shards import read_rank_state
+from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.session import alive
 from rlhpc.metrics.records import MEASURED
 from tests.tiny_model import write_tiny_model
@@ -127,7 +128,7 @@ def final_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
     return {
         f"{rank}/{name}": tensor
         for rank in range(manifest.world_size)
-        for name, tensor in read_shard(manifest, rank)[0].items()
+        for name, tensor in read_rank_state(manifest, rank)[0].items()
         if name not in ("rng/numpy", "rng/python")
     }
 

@@ -32,8 +32,11 @@ PURE = {
     "rlhpc/checkpoint/durable.py": set(),
     "rlhpc/checkpoint/writer.py": set(),
     "rlhpc/checkpoint/identity.py": set(),
+    "rlhpc/checkpoint/pieces.py": set(),
+    "rlhpc/checkpoint/chunks.py": {"xxhash"},
     "rlhpc/checkpoint/manifest.py": {"xxhash"},
-    "rlhpc/checkpoint/": {"torch", "safetensors"},
+    "rlhpc/checkpoint/reader.py": {"xxhash"},
+    "rlhpc/checkpoint/": {"torch"},
     "rlhpc/reshard/families/": set(),
     "rlhpc/reshard/flat.py": {"torch"},
     "rlhpc/reshard/plan.py": {"numpy", "torch", "xxhash"},
@@ -154,7 +157,7 @@ def test_loading_rlhpc_loads_nothing_else() -> None:
 
 
 def test_stdlib_layers_load_without_numpy_and_torch() -> None:
-    modules = ["rlhpc.config.schema", "rlhpc.checkpoint.manifest", "rlhpc.checkpoint.identity", "rlhpc.cli.main"]
+    modules = ["rlhpc.config.schema", "rlhpc.checkpoint.reader", "rlhpc.checkpoint.identity", "rlhpc.cli.main"]
     modules += ["rlhpc.cluster.batch", "rlhpc.cluster.node", "rlhpc.cluster.session"]
     assert not loaded_by(*modules, *modules_of("rlhpc.layout")) & (HEAVY | {"numpy", "torch"})
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rlhpc.checkpoint.durable import DiskFullError, free_bytes
-from rlhpc.checkpoint.store import CheckpointStore, read_shard, write_shard
+from rlhpc.checkpoint.shards import read_rank_state, write_shard
+from rlhpc.checkpoint.store import CheckpointStore
 
 MIB = 2**20
 
@@ -33,7 +34,7 @@ def assert_only_first_left(root: Path) -> None:
     assert sorted(path.name for path in root.iterdir()) == ["latest", "owner.json", "step-000001"]
     manifest = CheckpointStore(root).load_latest()
     assert manifest is not None and manifest.step == 1
-    assert read_shard(manifest, 0)[0]["weight"].unique().tolist() == [1]
+    assert read_rank_state(manifest, 0)[0]["weight"].unique().tolist() == [1]
 
 
 def test_too_large_is_known_beforehand(small_disk: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_file_size_limit(tmp_path: Path) -> None:
             store.save(2, shard(MIB, 2), {})
         pending = store.begin(2)
         with pytest.raises(DiskFullError):
-            write_shard(pending.directory, 0, *shard(MIB, 2)[0])
+            write_shard(pending.directory, 0, [], {}, *shard(MIB, 2)[0])
         assert list(pending.directory.iterdir()) == []  # a rank cleans up after itself
         store.abandon(pending)
     finally:

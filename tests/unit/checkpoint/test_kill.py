@@ -13,7 +13,8 @@ from typing import NoReturn
 
 import torch
 
-from rlhpc.checkpoint.store import CheckpointStore, read_shard
+from rlhpc.checkpoint.shards import read_rank_state
+from rlhpc.checkpoint.store import CheckpointStore
 
 NUM_RANKS = 2
 
@@ -28,7 +29,7 @@ def loaded_step(root: Path) -> int:
     assert manifest is not None
     assert manifest.state == {"step": manifest.step}
     for rank in range(NUM_RANKS):
-        tensors, scalars = read_shard(manifest, rank)
+        tensors, scalars = read_rank_state(manifest, rank)
         assert scalars == {"step": manifest.step}
         assert tensors["weight"].unique().tolist() == [manifest.step + rank]
     return manifest.step
@@ -113,7 +114,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         child = in_child(save_for_ever)
         if not committed:
             committed = int(os.read(read_end, 1 << 16).split()[-1])
-        time.sleep(rng.uniform(0, 0.06))
+        time.sleep(rng.uniform(0, 0.15))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.write(write_end, b"\n")
