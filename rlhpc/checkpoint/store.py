@@ -31,7 +31,6 @@ from rlhpc.checkpoint.manifest import (
 )
 from rlhpc.checkpoint.pieces import Index
 from rlhpc.checkpoint.retention import retained
-from rlhpc.checkpoint.shards import write_shard
 from rlhpc.checkpoint.writer import Writer
 from rlhpc.errors import CheckpointError
 
@@ -224,6 +223,8 @@ class CheckpointStore:
     ) -> CheckpointManifest:
         """Begins, writes the ranks' own state `shards[rank] = (tensors, scalars)` and commits, all in this process.
         Raises like each."""
+        from rlhpc.checkpoint.shards import write_shard  # torch, which those who only look don't need
+
         num_bytes = sum(tensor.nbytes for tensors, _ in shards for tensor in tensors.values())
         self.ensure_space(num_bytes, 2 + len(shards))
         pending = self.begin(step)
