@@ -48,14 +48,30 @@ def _carry_out(args: argparse.Namespace) -> None:
         status(args.run, as_json=args.json)
     if args.command == "logs":
         from rlhpc.cli.logs import Selection, logs
+        from rlhpc.cli.status import one_run
 
-        logs(_one_run(args.run), Selection(args.rank, args.node, args.ray, args.lines), follow=args.follow)
+        logs(one_run(args.run).directory, Selection(args.rank, args.node, args.ray, args.lines), follow=args.follow)
     if args.command == "cancel":
         from rlhpc.cli.cancel import cancel
 
         cancel(args.run, now=args.now)
     if args.command == "resume":
-        _become("resume.py", [str(_one_run(args.run)), *args.overrides])
+        from rlhpc.cli.status import one_run
+
+        _become("resume.py", [str(one_run(args.run).directory), *args.overrides])
+    if args.command == "export":
+        from rlhpc.cli.export import export
+
+        print(export(args.checkpoint, args.target, step=args.step, model_dir=args.model, dtype=args.dtype,
+                     file_bytes=args.shard_size))  # fmt: skip
+    if args.command == "verify":
+        from rlhpc.cli.verify import verify
+
+        verify(args.checkpoint, args.step)
+    if args.command == "inspect":
+        from rlhpc.cli.inspect import inspect
+
+        inspect(args.checkpoint, args.step, pattern=args.tensors, as_json=args.json)
     if args.command == "report":
         from rlhpc.cli.report import report
 
@@ -65,17 +81,6 @@ def _carry_out(args: argparse.Namespace) -> None:
 
         names = (field.name for field in fields(Upcycling))
         print(upcycle(args.source, args.target, Upcycling(**{name: getattr(args, name) for name in names})))
-
-
-def _one_run(argument: str) -> Path:
-    """Raises ConfigError where several runs are meant, or none."""
-    from rlhpc.cli.status import look
-
-    runs, _ = look(argument)
-    if len(runs) > 1:
-        names = "\n".join(f"  {run.directory}" for run in runs)
-        raise ConfigError(f"{argument} means {len(runs)} runs; choose one of them:\n{names}")
-    return runs[0].directory
 
 
 def _become(script: str, arguments: Sequence[str]) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 RUN = "a run directory, a directory of several, or a job's id (an array's for all its tasks)"
+CHECKPOINT = "a run directory, a job's id, or a checkpoint: .../checkpoints/step-000040"
+UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
 EXAMPLES = """\
 examples:
   rlhpc train experiment=tiny_arithmetic                  what launch/run.py does
@@ -43,6 +49,9 @@ def build() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="summarise a run and plot it")
     report.add_argument("run_dir", metavar="RUN_DIR", help="the directory with metrics.jsonl")
     report.add_argument("--plot", metavar="PNG", help="where the plot goes (default: RUN_DIR/report.png)")
+    _add_export(commands)
+    _add_verify(commands)
+    _add_inspect(commands)
     _add_upcycle(commands.add_parser("upcycle", help="make a dense Llama a mixture of experts (Mixtral's shape)"))
     return parser
 
@@ -134,6 +143,71 @@ def _add_resume(commands: Any) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as launch/run.py takes them")
 
 
+def _add_export(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "export",
+        "write a checkpoint's model as a Hugging Face directory",
+        "Makes OUT: the weights as safetensors, and the config, tokenizer and generation config of the model that the\n"
+        "run began with. Transformers, vLLM and whatever else reads such directories load it. OUT appears when it is\n"
+        "complete. Memory holds one file of OUT at a time, whatever the layout saved; what is read is verified.",
+        (
+            "rlhpc export outputs/rlhpc/default models/mine                     the newest checkpoint",
+            "rlhpc export outputs/rlhpc/default models/mine --step 40 --dtype bfloat16",
+            "rlhpc export step-000040 models/mine --model Qwen3-30B-A3B         a checkpoint without its run",
+        ),
+    )
+    _add_checkpoint(parser, "which to export (default: the newest)")
+    parser.add_argument("target", metavar="OUT", type=Path, help="the directory to make; it may exist if it is empty")
+    dtype = "of the weights (default: what the run trained in, else what the config says)"
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help=dtype)
+    size = "of a file, at most, unless a single tensor is larger: 500MB, 5GB, 4GiB (%(default)s)"
+    parser.add_argument("--shard-size", type=num_bytes, default="5GB", metavar="SIZE", help=size)
+    model = "a model directory to take the tokenizer and, without a run, the config from (default: the run's)"
+    parser.add_argument("--model", type=Path, metavar="DIR", help=model)
+
+
+def _add_verify(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "verify",
+        "read checkpoints whole and compare all checksums",
+        "Reads every byte of one or all checkpoints, from the disk rather than from memory, and names each file and\n"
+        "chunk that is damaged. Exit code 1 where something is.",
+        (
+            "rlhpc verify outputs/rlhpc/default              every checkpoint of a run",
+            "rlhpc verify outputs/rlhpc/default --step 40    one of them",
+            "rlhpc verify /archive/step-000040               a copy",
+        ),
+    )
+    _add_checkpoint(parser, "which to verify (default: all)")
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "inspect",
+        "what checkpoints hold: steps, layouts, sizes, tensors",
+        "A line for each checkpoint of a run; of a single one, all that its manifest says, and with --tensors a line\n"
+        "for each tensor. Reads manifests alone.",
+        (
+            "rlhpc inspect outputs/rlhpc/default                                    all checkpoints",
+            "rlhpc inspect outputs/rlhpc/default --step 40",
+            "rlhpc inspect outputs/rlhpc/default --step 40 --tensors '*.layers.0.*'   of the first layer",
+            "rlhpc inspect outputs/rlhpc/default --json | jq '.[-1].size_bytes'",
+        ),
+    )
+    _add_checkpoint(parser, "which to show (default: all, with --tensors the newest)")
+    tensors = "list the tensors whose names match, as in a shell; all without a pattern"
+    parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help=tensors)
+    parser.add_argument("--json", action="store_true", help="a list of objects, sizes in bytes, times in seconds")
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("checkpoint", metavar="RUN|STEPDIR", help=CHECKPOINT)
+    parser.add_argument("--step", type=_count, metavar="N", help=what)
+
+
 def _add_upcycle(parser: argparse.ArgumentParser) -> None:
     parser.description = "sparse upcycling: every expert begins as a copy of the dense MLP, the routers at random"
     parser.add_argument("source", metavar="SRC", type=Path, help="HF directory of a dense Llama")
@@ -152,3 +226,12 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
     return int(text)
+
+
+def num_bytes(text: str) -> int:
+    """A size such as 500MB (decimal, as Hugging Face means it), 4GiB or a number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\w*)", text.strip())
+    unit = UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or not (size := int(float(match[1]) * unit)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 500MB, 5GB, 4GiB or a number of bytes")
+    return size

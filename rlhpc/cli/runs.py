@@ -103,11 +103,16 @@ class Run:
         """The last lines of metrics.jsonl."""
         return tail_rows(self.directory / "metrics.jsonl")
 
+    @property
+    def checkpoint_root(self) -> Path:
+        """The directory of its checkpoints, which may not be there yet."""
+        place = self.settings.get("trainer", {}).get("default_local_dir")
+        return Path(place) if place else self.directory / "checkpoints"
+
     @cached_property
     def checkpoints(self) -> Mapping[int, Path]:
         """Committed steps, ascending."""
-        place = self.settings.get("trainer", {}).get("default_local_dir")
-        return committed_steps(Path(place) if place else self.directory / "checkpoints")
+        return committed_steps(self.checkpoint_root)
 
     @property
     def settled(self) -> str | None:

@@ -20,6 +20,7 @@ from rlhpc.cli.jobs import Jobs
 from rlhpc.cli.runs import OUTPUTS, Run, chosen, find_runs, is_run
 from rlhpc.cli.wording import attempt_details, attempt_end, clock, why_pending
 from rlhpc.cluster.slurm import JobRecord
+from rlhpc.errors import ConfigError
 from rlhpc.metrics.console import ETA_WINDOW, duration
 
 PIPED_WIDTH = 1000  # columns: in a file or a pipe a run stays on one line
@@ -102,6 +103,15 @@ def look(argument: str | None) -> tuple[list[Run], Jobs]:
     named = slurm_jobs.ask([argument] if argument.replace("_", "").isdecimal() else [])
     runs = chosen(argument, named.directories)
     return runs, slurm_jobs.ask([run.job_id for run in runs if run.job_id])
+
+
+def one_run(argument: str) -> Run:
+    """The run that RUN|JOB means. Raises ConfigError where several are meant, or none."""
+    runs, _ = look(argument)
+    if len(runs) > 1:
+        names = "\n".join(f"  {run.directory}" for run in runs)
+        raise ConfigError(f"{argument} means {len(runs)} runs; choose one of them:\n{names}")
+    return runs[0]
 
 
 def status_of(run: Run, jobs: Jobs) -> Status:

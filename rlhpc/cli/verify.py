@@ -1,0 +1,96 @@
+"""`rlhpc verify`: reads checkpoints whole, from the disk, and compares every checksum."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from shlex import quote
+
+import xxhash
+
+from rlhpc.checkpoint.chunks import drop_cached
+from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry, read_manifest
+from rlhpc.cli.checkpoints import byte_progress, find
+from rlhpc.cli.plan import readable
+from rlhpc.errors import CheckpointError
+
+BLOCK_BYTES = 4 * 2**20
+MAX_THREADS = 16
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint isn't what was written."""
+
+    exit_code = 1
+
+
+def verify(argument: str, step: int | None = None) -> None:
+    """Verifies the checkpoints that RUN|STEPDIR means and prints a line for each, and one for every damaged file and
+    chunk.
+
+    Raises DamagedError where there is one, and CheckpointError and ConfigError where there is nothing to verify.
+    """
+    steps = find(argument, step).steps
+    begin, num_bytes, damaged = time.monotonic(), 0, []
+    for number, directory in steps.items():
+        try:
+            manifest = read_manifest(directory)
+            problems = verify_files(manifest)
+            what = f"{readable(manifest.size_bytes)} in {len(manifest.files)} files"
+            num_bytes += manifest.size_bytes
+        except CheckpointError as error:
+            problems, what = [str(error)], "no manifest that can be read"
+        if not directory.exists():
+            print(f"step {number}: deleted meanwhile")
+            continue
+        print(f"step {number}: {'DAMAGED' if problems else 'ok'}, {what}", *problems, sep="\n  ", flush=True)
+        if problems:
+            damaged.append(number)
+    seconds = time.monotonic() - begin
+    print(f"{readable(num_bytes)} in {seconds:.1f} s, {num_bytes / 1e9 / seconds:.2f} GB/s")
+    if damaged:
+        several = len(damaged) > 1
+        raise DamagedError(
+            f"{len(damaged)} of {len(steps)} checkpoints {'are' if several else 'is'} damaged: step "
+            f"{', '.join(map(str, damaged))}; a run goes on from the newest that isn't: rlhpc resume {quote(argument)}"
+        )
+
+
+def verify_files(manifest: CheckpointManifest) -> list[str]:
+    """What is wrong with each damaged file or chunk, in order; all files are read, several at a time."""
+    threads = min(MAX_THREADS, max(2, os.cpu_count() or 1))
+    with byte_progress() as progress, ThreadPoolExecutor(threads) as pool:
+        task = progress.add_task(f"step {manifest.step}", total=manifest.size_bytes)
+
+        def advance(num_bytes: int) -> None:
+            progress.advance(task, num_bytes)
+
+        found = pool.map(lambda entry: list(_problems(manifest.directory, entry, advance)), manifest.files)
+        return [problem for problems in found for problem in problems]
+
+
+def _problems(directory: Path, entry: FileEntry, advance: Callable[[int], None]) -> Iterator[str]:
+    path = directory / entry.name
+    view = memoryview(bytearray(BLOCK_BYTES))
+    try:
+        entry.verify(directory, checksums=False)  # there, and of the right size
+        with path.open("rb", buffering=0) as file:
+            drop_cached(file.fileno())
+            for chunk in range(len(entry.checksums)):
+                digest, left = xxhash.xxh3_64(), entry.chunk_bytes
+                while left and (count := file.readinto(view[:left])):
+                    digest.update(view[:count])
+                    left -= count
+                    advance(count)
+                try:
+                    entry.compare(directory, chunk, digest.hexdigest())
+                except CheckpointError as error:
+                    yield str(error)
+            drop_cached(file.fileno())
+    except CheckpointError as error:
+        yield str(error)
+    except OSError as error:  # a sector that can't be read
+        yield f"{path}: {error.strerror}"
