@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from rlhpc.config.checks import check_run
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError
+from rlhpc.train.start import check_start, describe_start
 
 
 def local(cfg: RunConfig) -> int:
@@ -20,6 +21,7 @@ def local(cfg: RunConfig) -> int:
     if cfg.launch.dry_run:
         return _told(cfg, model_config)
     check_model_files(cfg, model_config)
+    check_start(cfg, model_config)
     from rlhpc.train.run import run
 
     return run(cfg)
@@ -50,6 +52,7 @@ def allocation(cfg: RunConfig) -> int:
             return _told(cfg, model_config)
         check_model_files(cfg, model_config)
         refuse_taken(cfg, model_config)
+        check_start(cfg, model_config)
         submission.claim(cfg, env)
     sys.stdout.flush()
     os.environ["PYTHONUNBUFFERED"] = "1"
@@ -79,7 +82,7 @@ def refuse_taken(cfg: RunConfig, model_config: dict[str, Any]) -> None:
 def _told(cfg: RunConfig, model_config: dict[str, Any]) -> int:
     from rlhpc.cli.plan import describe
 
-    print(describe(cfg, model_config))
+    print(describe(cfg, model_config), "", *describe_start(cfg, model_config), sep="\n")
     return 0
 
 

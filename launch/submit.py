@@ -18,6 +18,7 @@ from rlhpc.cluster.submission import shown_path
 from rlhpc.config.checks import check_run
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError, SlurmError
+from rlhpc.train.start import check_start, describe_start
 
 
 def submit_run(cfg: RunConfig) -> int:
@@ -27,9 +28,10 @@ def submit_run(cfg: RunConfig) -> int:
     if not cfg.launch.dry_run:
         check_model_files(cfg, model_config)
         refuse_taken(cfg, model_config)
+        check_start(cfg, model_config)
     job = job_of(cfg)
     if cfg.launch.dry_run:
-        print(describe(cfg, model_config), *scripts([job]), sep="\n", end="")
+        print(describe(cfg, model_config), "", *describe_start(cfg, model_config), *scripts([job]), sep="\n", end="")
         return 0
     with submission.submitting(job.folder):
         if finished(cfg):
@@ -92,13 +94,12 @@ def checked(runs: Sequence[RunConfig], models: Sequence[Mapping[str, Any]]) -> i
 
 def plans(runs: Sequence[RunConfig], models: Sequence[Mapping[str, Any]]) -> str:
     """Layout and memory of every point, those that are alike told once."""
-    told: dict[str, list[RunConfig]] = {}
+    told: dict[str, list[str]] = {}
     for cfg, model_config in zip(runs, models, strict=True):
         lines = describe(cfg, model_config).splitlines()
-        told.setdefault("\n".join(line for line in lines if not line.startswith("writes ")), []).append(cfg)
-    return "\n\n".join(
-        "\n".join([*(f"writes    {cfg.run_dir}" for cfg in alike), plan]) for plan, alike in told.items()
-    )
+        own = [f"writes    {cfg.run_dir}", *describe_start(cfg, model_config)]
+        told.setdefault("\n".join(line for line in lines if not line.startswith("writes ")), []).extend(own)
+    return "\n\n".join("\n".join([*own, plan]) for plan, own in told.items())
 
 
 def scripts(jobs: Sequence[Job]) -> list[str]:

@@ -17,6 +17,7 @@ from rlhpc.cluster.submission import shown_path
 from rlhpc.config.checks import check_run
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError, RlhpcError
+from rlhpc.train.start import check_start
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def submit_sweep(points: Sequence[Point]) -> int:
         check_model_files(cfg, model_config)
     for cfg, model_config in zip(runs, models, strict=True):
         refuse_taken(cfg, model_config)
+        check_start(cfg, model_config)
     with submission.submitting(sweep_dir / submission.LOG_FOLDER):
         taken = submission.holders([cfg.run_dir for cfg in runs])
         taken |= {cfg.run_dir: "finished" for cfg in runs if finished(cfg)}

@@ -25,7 +25,9 @@ from rlhpc.rewards import RewardPool
 from rlhpc.train.context import Run
 from rlhpc.train.progress import Progress
 from rlhpc.train.ranks import Ranks
+from rlhpc.train.saver import Saver
 from rlhpc.train.scoring import Scorer
+from rlhpc.train.start import check_start, checkpoint_root
 from rlhpc.train.validation import Validation
 from rlhpc.train.worker import RayRanks
 
@@ -67,17 +69,19 @@ def assembled(
         workers.call("start", waiting=stop.check)
         progress.milestone("ranks_ready")
         scorer = Scorer(tokenizer, pool, shuffle=cfg.reward.shuffle_control, waiting=stop.check)
+        ranks = Ranks(workers, stop.requested)
+        store = CheckpointStore(checkpoint_root(cfg), attempt.name if attempt else "")
+        saver = stack.enter_context(Saver(cfg, ranks, store, progress, reporter))
         yield Run(
             cfg=cfg,
             directory=directory,
             dataset=dataset,
             cursor=cursor,
-            ranks=Ranks(workers, stop.requested),
+            ranks=ranks,
             scorer=scorer,
             validation=Validation(cfg, held_out, scorer, directory / "val_generations"),
-            store=CheckpointStore(
-                Path(cfg.trainer.default_local_dir or directory / "checkpoints"), attempt.name if attempt else ""
-            ),
+            store=store,
+            saver=saver,
             reporter=reporter,
             stop=stop,
             progress=progress,
@@ -86,13 +90,14 @@ def assembled(
 
 
 def load_data(cfg: RunConfig, directory: Path) -> tuple[Any, PromptDataset, PromptDataset | None]:
-    """The tokenizer, the prompts to train on and those held out, after the model's directory and the run's identity
-    were checked."""
+    """The tokenizer, the prompts to train on and those held out, after the model's directory, the run's identity and
+    what it starts from were checked."""
     model_dir = Path(cfg.actor_rollout_ref.model.path)
     model_config = read_model_config(model_dir)
     family = family_for(model_config)
     check_hf(model_dir, family.canonical_tensors(model_config))
     eos_token_ids(model_dir, model_config)  # for its refusal: the ranks read them
+    check_start(cfg, model_config)
     check_identity(directory, cfg.tree(), model_config, trained=has_trained(directory))
     tokenizer = load_tokenizer(cfg)
     dataset = load_prompts(cfg.data.train_files, tokenizer, cfg.data)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlhpc.checkpoint.manifest import FileEntry
 from rlhpc.data.packing import TokenSequence, pack, split_by_sequence
 from rlhpc.data.types import Completion, PackedBatch, Prompt
 from rlhpc.train.protocols import LossSpec, SamplingSpec
@@ -30,6 +31,11 @@ class Caller(Protocol):
 
     def interrupt(self) -> None:
         """Has ranks that generate leave it with no completions, for good."""
+        ...
+
+    def reports(self, save_id: str) -> list[str] | None:
+        """What the ranks' threads told of a save in the background, in rank order; None until all have. For one thread,
+        also while ranks are called. Raises RankLostError where the ranks' store gives no answer."""
         ...
 
 
@@ -121,8 +127,17 @@ class Ranks:
         """Weights to the engine; returns the bytes that crossed ranks."""
         return float(sum(r["received_bytes"] for r in self._caller.call("publish", policy_version=policy_version)))
 
-    def save(self, directory: Path) -> list[Any]:
-        return [entry for entries in self._caller.call("save", directory=str(directory)) for entry in entries]
+    def save(self, directory: Path, *, read_back: bool) -> list[FileEntry]:
+        """Has every rank write its files into a pending checkpoint, all before this returns."""
+        results = self._caller.call("save", directory=str(directory), read_back=read_back)
+        return [entry for entries in results for entry in entries]
+
+    def begin_save(self, directory: Path, save_id: str, *, read_back: bool) -> None:
+        """Has every rank copy its state and write the copy while it does other things; `save_reports` tells the end."""
+        self._caller.call("begin_save", directory=str(directory), save_id=save_id, read_back=read_back)
+
+    def save_reports(self, save_id: str) -> list[str] | None:
+        return self._caller.reports(save_id)
 
     def settle(self) -> None:
         """Waits until no rank is at anything: after one failed, others may still be writing."""
@@ -130,6 +145,10 @@ class Ranks:
 
     def load(self, manifest: Any, waiting: Callable[[], None]) -> None:
         self._caller.call("load", waiting=waiting, manifest=manifest)
+
+    def load_weights(self, source: Path, waiting: Callable[[], None]) -> None:
+        """From an HF directory or a committed checkpoint; the rest of the trainer stays as at the start."""
+        self._caller.call("load_weights", waiting=waiting, source=str(source))
 
     def save_hf(self, directory: Path) -> None:
         self._caller.call("save_hf", directory=str(directory))

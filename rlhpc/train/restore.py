@@ -2,53 +2,128 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhpc.checkpoint.manifest import CheckpointManifest
-from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.checkpoint.origin import Origin, none_usable
+from rlhpc.config.model_dir import read_model_config
 from rlhpc.errors import CheckpointError
 from rlhpc.train.persistence import TrainState
+from rlhpc.train.start import describe_origin, differing, origin_of, settings_of
 
 if TYPE_CHECKING:
     from rlhpc.train.context import Run
 
+Load = Callable[[CheckpointManifest], None]
+Damaged = Callable[[int, CheckpointError], None]
+
 
 def restore(run: Run) -> TrainState:
-    """Brings ranks, cursor and metrics to the newest committed step; the initial state when there is none. From here on
-    no earlier attempt of the run can publish. Raises StopRequested when a stop is asked for meanwhile."""
+    """Brings ranks, cursor and metrics to the newest committed step that can be used; where the run has none, to what
+    it begins from. From here on no earlier attempt of the run can publish.
+
+    Sizes choose; the ranks verify the chunks that they read, and what one of them finds damaged all of them pass over.
+    Raises CheckpointError where there are checkpoints and none can be used: a run never begins again by itself. Raises
+    StopRequested when a stop is asked for meanwhile.
+    """
     run.progress.enter(0, "restore")
     run.store.acquire()
-    manifest = _chosen_manifest(run)
-    if manifest is None:
-        state = TrainState(0, run.cursor.state())
-    else:
-        run.ranks.load(manifest, run.stop.check)
-        state = TrainState(**manifest.state["train"])
-        run.reporter.say(f"resuming after step {state.step} from {manifest.directory}")
+    state = _own(run) or _origins(run, origin_of(run.cfg)) or TrainState(0, run.cursor.state())
     run.reporter.cut_back(state.step)
     return state
 
 
-def _chosen_manifest(run: Run) -> CheckpointManifest | None:
-    trainer = run.cfg.trainer
-    if trainer.resume_mode == "disable":
+def _own(run: Run) -> TrainState | None:
+    if run.cfg.trainer.resume_mode == "disable":
         if run.store.steps():
             raise CheckpointError(
                 f"trainer.resume_mode=disable, but {run.store.root} holds steps {run.store.steps()}, which a new "
                 "run would overwrite; choose another run_dir (or move that directory away), or resume_mode=auto"
             )
         return None
-    latest = run.store.load_latest()
-    if latest is None and trainer.resume_mode == "resume_path":
-        latest = _load_from(Path(str(trainer.resume_from_path)))
-    return latest
+
+    def damaged(step: int, error: CheckpointError) -> None:
+        run.store.distrust(step, str(error))
+        _pass_over(run, step, error)
+
+    def load(manifest: CheckpointManifest) -> None:
+        _load_all(run, manifest)
+
+    manifest = newest_loadable(run.store.root, run.store.newest_first(), load, damaged)
+    if manifest is None:
+        return None
+    run.reporter.say(f"resuming after step {manifest.step} from {manifest.directory}")
+    if run.cfg.resume.from_ is not None:
+        run.reporter.say(f"resume.from={run.cfg.resume.from_} counts no more: the run has checkpoints of its own")
+    return _state_of(manifest)
 
 
-def _load_from(directory: Path) -> CheckpointManifest:
-    name = directory.name
-    if not name.removeprefix("step-").isdecimal():
-        raise CheckpointError(
-            f"trainer.resume_from_path={directory} is no checkpoint; give a committed step-NNNNNN directory"
-        )
-    return CheckpointStore(directory.parent).load(int(name.removeprefix("step-")))
+def _origins(run: Run, origin: Origin | None) -> TrainState | None:
+    """The state with which a run begins that takes something over from another one."""
+    if origin is None:
+        return None
+    run.reporter.say(f"starting {describe_origin(origin)}")
+    for line in differing(settings_of(origin), run.cfg, read_model_config(run.cfg.actor_rollout_ref.model.path)):
+        run.reporter.say(f"  differs  {line}")
+    if origin.root is None:
+        run.ranks.load_weights(origin.path, run.stop.check)
+        return TrainState(0, run.cursor.state())
+
+    def load(manifest: CheckpointManifest) -> None:
+        (_load_all if origin.what == "all" else _load_weights)(run, manifest)
+
+    manifest = newest_loadable(origin.path, origin.newest_first(), load, partial(_pass_over, run))
+    assert manifest is not None  # an origin has checkpoints
+    return _state_of(manifest) if origin.what == "all" else TrainState(0, run.cursor.state())
+
+
+def _pass_over(run: Run, step: int, error: CheckpointError) -> None:
+    run.reporter.say(f"WARNING: the checkpoint of step {step} can't be used, trying the one before: {error}")
+
+
+def newest_loadable(
+    place: Path, newest_first: Iterable[tuple[int, CheckpointManifest | CheckpointError]], load: Load, damaged: Damaged
+) -> CheckpointManifest | None:
+    """The newest checkpoint that `load` could load, None where there is none at all. `damaged` hears what is wrong with
+    the newer ones, which are left where they are until a save of the same step replaces them.
+
+    Raises CheckpointError where there are checkpoints of `place` and none can be used, with a reason for each.
+    """
+    refused = []
+    for step, found in newest_first:
+        try:
+            if isinstance(found, CheckpointError):
+                raise found
+            load(found)
+            return found
+        except CheckpointError as error:
+            damaged(step, error)
+            refused.append(f"step {step}: {error}")
+    if refused:
+        raise CheckpointError(none_usable(place, refused))
+    return None
+
+
+def _load_all(run: Run, manifest: CheckpointManifest) -> None:
+    run.cursor.load(_state_of(manifest).cursor)  # refuses other data before the ranks read anything
+    _settled(run, lambda: run.ranks.load(manifest, run.stop.check))
+
+
+def _load_weights(run: Run, manifest: CheckpointManifest) -> None:
+    _settled(run, lambda: run.ranks.load_weights(manifest.directory, run.stop.check))
+
+
+def _settled(run: Run, load: Callable[[], None]) -> None:
+    """After one rank has refused, others may still be reading."""
+    try:
+        load()
+    except CheckpointError:
+        run.ranks.settle()
+        raise
+
+
+def _state_of(manifest: CheckpointManifest) -> TrainState:
+    return TrainState(**manifest.state["train"])

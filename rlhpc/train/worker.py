@@ -27,6 +27,7 @@ from rlhpc.errors import RankLostError, RlhpcError, TrainingError
 if TYPE_CHECKING:  # a worker sets its environment before torch is first imported
     import torch
 
+    from rlhpc.checkpoint.manifest import FileEntry
     from rlhpc.cluster.placement import Placement
     from rlhpc.data.types import Completion, PackedBatch
     from rlhpc.train.protocols import LossSpec, SamplingSpec
@@ -74,12 +75,14 @@ class RankWorker:
         begin = time.monotonic()
         self._join(self._device, local_rank)
         from rlhpc.train.builder import build_engine, build_trainer
+        from rlhpc.train.rank_save import RankSaver
 
         hf_config = json.loads(Path(cfg.actor_rollout_ref.model.path, "config.json").read_text())
         ident = ident_of(os.environ[TOKEN_VARIABLE])  # of the session on this rank's node
         self.engine = build_engine(cfg, hf_config, self._device, self.rank, self.world_size, ident)
         self.engine.sleep()
         self.trainer = build_trainer(cfg, hf_config, self._device)
+        self._saver = RankSaver(self.rank, self.trainer, self._store.set)
         self._publishes = 0
         self._start_s = time.monotonic() - begin
 
@@ -155,18 +158,22 @@ class RankWorker:
     def step(self, batches: Sequence[PackedBatch], loss: LossSpec) -> dict[str, float]:
         return self.trainer.step(batches, loss)
 
-    def save(self, directory: str) -> list[Any]:
-        """Writes this rank's shard into a pending checkpoint; returns its file entries."""
-        from rlhpc.checkpoint.shards import write_shard
+    def save(self, directory: str, read_back: bool) -> list[FileEntry]:
+        """Writes this rank's part of a pending checkpoint."""
+        return self._saver.write(Path(directory), read_back=read_back)
 
-        tensors, scalars = self.trainer.state_tensors()
-        return write_shard(Path(directory), self.rank, [], {}, tensors, scalars)
+    def begin_save(self, directory: str, save_id: str, read_back: bool) -> None:
+        """Copies this rank's state and has a thread write it, which reports in the store where the ranks met."""
+        self._saver.begin(Path(directory), save_id, read_back=read_back)
 
     def load(self, manifest: Any) -> None:
         from rlhpc.checkpoint.shards import read_rank_state
 
         tensors, scalars = read_rank_state(manifest, self.rank)
         self.trainer.load_state(tensors, scalars)
+
+    def load_weights(self, source: str) -> None:
+        self.trainer.load_weights(Path(source))
 
     def save_hf(self, directory: str) -> None:
         self.trainer.save_hf(Path(directory))
@@ -215,6 +222,7 @@ class RayRanks:
 
         self.world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
         self._master = placement.master
+        self._reports: Any = None  # the connection on which the reports of saves are looked for
         self._logs = [log_dir / f"rank-{rank:05d}.log" for rank in range(self.world_size)]
         actor = ray.remote(RankWorker)
         options = {"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0}
@@ -257,13 +265,39 @@ class RayRanks:
 
     def interrupt(self) -> None:
         """Has ranks that generate leave it, a second later, with no completions; they never generate again."""
+        import torch.distributed as dist
+
+        with suppress(dist.DistError):  # no answer: rank 0 is dead, which the call that waits for it will tell
+            self._open_store().set(_INTERRUPT_KEY, "1")
+
+    def reports(self, save_id: str) -> list[str] | None:
+        """What the ranks' threads told of a save, in rank order; None until all have. See Caller."""
+        import torch.distributed as dist
+
+        from rlhpc.train.rank_save import report_key
+
+        keys = [report_key(save_id, rank) for rank in range(self.world_size)]
+        try:
+            if self._reports is None:
+                self._reports = self._open_store()
+            if not self._reports.check(keys):
+                return None
+            reports = [value.decode() for value in self._reports.multi_get(keys)]
+            for key in keys:
+                self._reports.delete_key(key)
+        except dist.DistError as error:
+            raise RankLostError(
+                f"the store of rank 0, where ranks report what they saved, gives no answer: {error}"
+            ) from error
+        return reports
+
+    def _open_store(self) -> Any:
+        """A connection of its own to the store where the ranks met. Raises DistError where rank 0 is dead."""
         import datetime
 
         import torch.distributed as dist
 
-        with suppress(dist.DistError):  # no answer: rank 0 is dead, which the call that waits for it will tell
-            store = dist.TCPStore(*self._master, is_master=False, timeout=datetime.timedelta(seconds=5))
-            store.set(_INTERRUPT_KEY, "1")
+        return dist.TCPStore(*self._master, is_master=False, timeout=datetime.timedelta(seconds=5))
 
     def close(self) -> None:
         """Ends the ranks as they are. Nothing of theirs needs more: their shared memory has no names any more, and the

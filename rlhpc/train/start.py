@@ -1,0 +1,161 @@
+"""Where a run would start from, told and checked before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint.identity import differences
+from rlhpc.checkpoint.manifest import CheckpointManifest
+from rlhpc.checkpoint.origin import Origin, age_s, find_origin, last_start, none_usable
+from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.config.model_dir import read_model_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.errors import CheckpointError, ConfigError, ModelError
+from rlhpc.metrics.console import duration
+from rlhpc.reshard.families import family_for
+
+ELSEWHERE = ("cluster", "launch", "resume", "run_dir", "trainer.default_local_dir", "trainer.resume_")  # of no interest
+SAME_ARCHITECTURE = ("model_type", "num_heads", "num_kv_heads", "head_dim")  # the rest shows in shapes
+CURSOR_KEYS = {"batch_size": "data.train_batch_size", "seed": "seed", "shuffle": "data.shuffle"}
+
+
+def checkpoint_root(cfg: RunConfig) -> Path:
+    return Path(cfg.trainer.default_local_dir or Path(cfg.run_dir, "checkpoints"))
+
+
+def origin_of(cfg: RunConfig) -> Origin | None:
+    """What the run begins from where it has no checkpoint of its own; None: the model's directory. Raises ConfigError
+    where that can't be."""
+    if cfg.resume.from_ is not None:
+        return find_origin(Path(cfg.resume.from_), cfg.resume.what)
+    if cfg.trainer.resume_mode == "resume_path":
+        return find_origin(Path(str(cfg.trainer.resume_from_path)), "all", key="trainer.resume_from_path")
+    return None
+
+
+def check_start(cfg: RunConfig, model_config: Mapping[str, Any]) -> None:
+    """Looks at manifests and headers of what the run begins from; at nothing where it has checkpoints of its own.
+
+    Raises ConfigError, CheckpointError or ModelError for what would be refused by a rank, hours in a queue later: no
+    directory, nothing usable in it, another architecture or shapes, a data order that the settings don't give.
+    """
+    if CheckpointStore(checkpoint_root(cfg)).steps() or (origin := origin_of(cfg)) is None:
+        return
+    if origin.root is None:
+        from rlhpc.reshard.hf import check_hf
+
+        _check_architecture(read_model_config(origin.path, key="resume.from"), model_config, origin)
+        check_hf(origin.path, family_for(model_config).canonical_tensors(model_config))
+        return
+    manifest = origin.manifest
+    _check_architecture(origin.settings.get("model"), model_config, origin)
+    _check_shapes(manifest, family_for(model_config).canonical_tensors(model_config))
+    if origin.what == "all":
+        _check_continues(cfg, manifest)
+
+
+def _check_architecture(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any], origin: Origin) -> None:
+    if theirs is None:
+        return
+    old, new = (family_for(config).model_facts(config) for config in (theirs, ours))
+    if differing := [name for name in SAME_ARCHITECTURE if getattr(old, name) != getattr(new, name)]:
+        told = ", ".join(f"{name} {getattr(old, name)}, not {getattr(new, name)}" for name in differing)
+        raise ModelError(
+            f"{origin.path} is of another architecture than actor_rollout_ref.model.path: {told}; give one of the same"
+        )
+
+
+def _check_shapes(manifest: CheckpointManifest, ours: Mapping[str, tuple[int, ...]]) -> None:
+    theirs = {name: tuple(shape) for name, shape in manifest.shapes.items()}
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            held, asked = (
+                f"shape {shape}" if shape is not None else "none" for shape in (theirs.get(name), ours.get(name))
+            )
+            raise ModelError(
+                f"{manifest.directory} is of another model than actor_rollout_ref.model.path: of {name} it has {held}, "
+                f"config.json asks for {asked}; give a checkpoint of the same architecture"
+            )
+
+
+def _check_continues(cfg: RunConfig, manifest: CheckpointManifest) -> None:
+    """The order of the data is a function of these, and the checkpoint's cursor a position in it."""
+    cursor, tree = manifest.state["train"]["cursor"], cfg.tree()
+    for name, key in CURSOR_KEYS.items():
+        section, _, leaf = key.rpartition(".")
+        ours = tree[section][leaf] if section else tree[leaf]
+        if cursor.get(name) != ours:
+            raise ConfigError(
+                f"{key}={json.dumps(ours)}, but {manifest.directory} stands in an order of the data drawn with "
+                f"{json.dumps(cursor.get(name))}; set that, or resume.what=weights, which begins the data anew"
+            )
+    total = cfg.trainer.total_training_steps
+    if total is not None and manifest.step >= total:
+        raise ConfigError(
+            f"trainer.total_training_steps={total} leaves nothing to train: {manifest.directory} is of step "
+            f"{manifest.step}; set more, or resume.what=weights, which begins at step 0"
+        )
+
+
+def describe_start(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[str]:
+    """For a dry run: from which checkpoint the run would go on or begin, and which settings differ. Raises as
+    `check_start` does, and CheckpointError where the run has checkpoints of its own and none can be used."""
+    store = CheckpointStore(checkpoint_root(cfg))
+    refused: list[str] = []
+    for step, found in store.newest_first():
+        if isinstance(found, CheckpointManifest):
+            told = [f"after step {step} from {_told(found)}", *refused]
+            if cfg.resume.from_ is not None:
+                told.append(f"resume.from={cfg.resume.from_} counts no more: the run has checkpoints of its own")
+            return _aligned(told, differing(last_start(Path(cfg.run_dir)), cfg, model_config))
+        refused.append(f"step {step} can't be used: {found}")
+    if refused:
+        raise CheckpointError(none_usable(store.root, refused))
+    check_start(cfg, model_config)
+    if (origin := origin_of(cfg)) is None:
+        return _aligned([f"at step 0 from {cfg.actor_rollout_ref.model.path}"], [])
+    return _aligned([describe_origin(origin)], differing(settings_of(origin), cfg, model_config))
+
+
+def _aligned(told: Sequence[str], differing: Sequence[str]) -> list[str]:
+    lines = [f"{'' if number else 'starts':<10}{line}" for number, line in enumerate(told)]
+    return lines + [f"{'' if number else 'differs':<10}{line}" for number, line in enumerate(differing)]
+
+
+def describe_origin(origin: Origin) -> str:
+    """In words, with step and age."""
+    if origin.root is None:
+        return f"at step 0 with the weights of {origin.path}"
+    manifest = origin.manifest
+    if origin.what == "weights":
+        return f"at step 0 with the weights of {_told(manifest)}"
+    return f"after step {manifest.step} with the whole state of {_told(manifest)}"
+
+
+def differing(settings: Mapping[str, Any], cfg: RunConfig, model_config: Mapping[str, Any]) -> list[str]:
+    """A line for each key, old -> new, that a run set otherwise; keys that it didn't have are left out, as are those of
+    where and how it was started. `settings` is {config, model}, of which either may be missing."""
+    ours = {"config": cfg.tree(), "model": dict(model_config)}
+    found = differences(settings, {section: ours[section] for section in settings if section in ours})
+    named = [(key.removeprefix("config."), old, new) for key, old, new in found]
+    return [
+        f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
+        for key, old, new in named
+        if old is not None and not key.startswith(ELSEWHERE)
+    ]
+
+
+def settings_of(origin: Origin) -> Mapping[str, Any]:
+    """{config, model} of an origin, as far as they are known."""
+    if origin.root is None:
+        return {"model": read_model_config(origin.path, key="resume.from")}
+    return origin.settings
+
+
+def _told(manifest: CheckpointManifest) -> str:
+    layout = " ".join(f"{axis}={size}" for axis, size in manifest.layout.items() if axis != "world_size")
+    ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}{f' ({layout})' if layout else ''}"
+    return f"{manifest.directory}, saved {duration(age_s(manifest))} ago by {ranks}"
