@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
+import time
+from functools import cache
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,6 @@ def run_ranks(target: str, world_size: int, timeout_s: float = 240.0, **kwargs: 
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        request = Path(folder, "request.pkl")
-        request.write_bytes(pickle.dumps((target, kwargs)))
         processes = []
         for rank in range(world_size):
             env = os.environ | {
@@ -34,20 +35,16 @@ def run_ranks(target: str, world_size: int, timeout_s: float = 240.0, **kwargs: 
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             }  # fmt: skip
-            with Path(folder, f"log-{rank}").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "tests.distributed.ranks", folder],
-                        env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                    )
-                )  # fmt: skip
+            process = _context().Process(target=_run, args=(folder, dict(env), target, kwargs))
+            process.start()
+            processes.append(process)
         try:
             codes = _wait(processes, timeout_s)
         finally:
             for process in processes:
-                if process.poll() is None:
+                if process.exitcode is None:
                     os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                process.join()
         if any(codes):
             tails = [Path(folder, f"log-{r}").read_text(errors="replace")[-4000:] for r in range(world_size)]
             report = "\n".join(f"--- rank {r}, exit {codes[r]}\n{tails[r]}" for r in range(world_size))
@@ -55,26 +52,38 @@ def run_ranks(target: str, world_size: int, timeout_s: float = 240.0, **kwargs: 
         return [pickle.loads(Path(folder, f"result-{r}").read_bytes()) for r in range(world_size)]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int]:
-    """Exit codes; as soon as one rank fails the others are not waited for (-1)."""
-    import time
+@cache
+def _context() -> ForkServerContext | SpawnContext:
+    """Ranks are forked from a process that has imported their libraries once: for each rank that takes 10 s of a core.
+    CUDA, once a process has looked for it, can't be used after a fork."""
+    import torch
 
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rlhpc.backends.vllm.engine", "rlhpc.backends.megatron.trainer"])
+    return context
+
+
+def _wait(processes: list[BaseProcess], timeout_s: float) -> list[int]:
+    """Exit codes; as soon as one rank fails the others are not waited for (-1)."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if all(code is not None for code in codes) or any(code for code in codes):
+        codes = [process.exitcode for process in processes]
+        if all(code is not None for code in codes) or any(codes):
             break
         time.sleep(0.05)
-    return [-1 if process.poll() is None else process.returncode for process in processes]
+    return [-1 if process.exitcode is None else process.exitcode for process in processes]
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    target, kwargs = pickle.loads((folder / "request.pkl").read_bytes())
+def _run(folder: str, env: dict[str, str], target: str, kwargs: dict[str, Any]) -> None:
+    """One rank, in a session of its own, so that what it starts can be ended with it."""
+    os.setsid()
+    os.environ.update(env)
+    os.chdir(ROOT)
+    log = os.open(Path(folder, f"log-{env['RANK']}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     module, function = target.split(":")
     result = getattr(importlib.import_module(module), function)(**kwargs)
-    (folder / f"result-{os.environ['RANK']}").write_bytes(pickle.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    Path(folder, f"result-{env['RANK']}").write_bytes(pickle.dumps(result))
