@@ -83,8 +83,8 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> FileEntry:
-        names = [name for name, _ in document["tensors"]]
-        return _decode(document, names, {name: tuple(shape) for name, shape in document["tensors"]})
+        shapes = {name: tuple(shape) for name, shape in document["tensors"]}
+        return _decode(document, list(shapes), shapes)
 
 
 @dataclass(frozen=True)
@@ -235,13 +235,14 @@ def read_manifest(directory: Path) -> CheckpointManifest:
             f"{path}: its content has xxh3 {seal[-19:-3].decode()}, but it says {document.get('xxh3')}; it was changed"
         )
     shapes = {name: tuple(shape) for name, shape in document["tensors"]}
+    names = list(shapes)
     return CheckpointManifest(
         directory=directory,
         step=document["step"],
         policy_version=document["policy_version"],
         layout=document["layout"],
         state=document["state"],
-        files=tuple(_decode(entry, list(shapes), shapes) for entry in document["files"]),
+        files=tuple(_decode(entry, names, shapes) for entry in document["files"]),
         shapes=shapes,
         config_digest=document["config_digest"],
     )

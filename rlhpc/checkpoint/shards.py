@@ -6,8 +6,8 @@ import json
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,13 +38,49 @@ class Segment(NamedTuple):
     tensors: Mapping[str, torch.Tensor]  # by key in the file
 
 
-@dataclass
-class FilePlan:
-    """What goes into one file."""
+class FileLayout(NamedTuple):
+    """A file as it will be; `entry` lacks the checksums."""
 
-    blocks: dict[Box, dict[str, torch.Tensor]] = field(default_factory=dict)  # of each box all its kinds
-    rank_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    num_bytes: int = 0
+    entry: FileEntry
+    header: bytes
+    segments: Sequence[Segment]
+
+
+def lay_out(
+    rank: int,
+    pieces: Sequence[tuple[Piece, torch.Tensor]],
+    shapes: Mapping[str, Index],
+    rank_tensors: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, Any],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> list[FileLayout]:
+    """The files that `write_shard` writes, in which nothing depends on the tensors' content (they may be on any device,
+    "meta" included). Raises CheckpointError for what is no piece of the given shapes, or no JSON."""
+    _check(rank, pieces, shapes)
+    try:
+        scalars = json.loads(json.dumps(dict(scalars)))  # what a reader will see: string keys, lists
+    except TypeError as error:
+        raise CheckpointError(f"the scalars of rank {rank} are not JSON: {error}") from error
+    layouts = []
+    for index, blocks in enumerate(_files(pieces, max_file_bytes)):
+        segments = _segments(blocks, rank_tensors if index == 0 else {})
+        header = _header(segments, rank)
+        runs, places = _places(segments, len(header))
+        entry = FileEntry(
+            name=f"rank-{rank:05d}-{index:04d}.safetensors",
+            rank=rank,
+            size_bytes=len(header) + sum(tensor.nbytes for s in segments for tensor in s.tensors.values()),
+            checksums=(),
+            chunk_bytes=chunk_bytes,
+            runs=runs,
+            shapes={box.name: tuple(shapes[box.name]) for box in blocks},
+            rank_tensors=places,
+            scalars=scalars if index == 0 else {},
+        )
+        layouts.append(FileLayout(entry, header, segments))
+    return layouts
 
 
 def write_shard(
@@ -70,23 +106,16 @@ def write_shard(
     Each file is written under another name, flushed and renamed. Raises DiskFullError (needed and free bytes in the
     message) or CheckpointError; no partial file stays.
     """
-    _check(rank, pieces, shapes)
+    layouts = lay_out(
+        rank, pieces, shapes, rank_tensors, scalars, max_file_bytes=max_file_bytes, chunk_bytes=chunk_bytes
+    )
     try:
-        scalars = json.loads(json.dumps(dict(scalars)))  # what a reader will see: string keys, lists
-    except TypeError as error:
-        raise CheckpointError(f"the scalars of rank {rank} are not JSON: {error}") from error
-    plans = _plan_files(pieces, rank_tensors, max_file_bytes)
-    try:
-        ensure_space(directory, sum(plan.num_bytes for plan in plans), len(plans))
+        ensure_space(directory, sum(layout.entry.size_bytes for layout in layouts), len(layouts))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{directory} is gone: the save was given up, or another run has taken over the run directory"
         ) from error
-    entries = []
-    for index, plan in enumerate(plans):
-        path = directory / f"rank-{rank:05d}-{index:04d}.safetensors"
-        entries.append(_write_file(path, rank, plan, shapes, {} if index else scalars, chunk_bytes, read_back))
-    return entries
+    return [_write_file(directory, layout, read_back) for layout in layouts]
 
 
 def read_rank_state(manifest: CheckpointManifest, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -139,69 +168,37 @@ def _check(rank: int, pieces: Sequence[tuple[Piece, torch.Tensor]], shapes: Mapp
         seen.add(piece)
 
 
-def _plan_files(
-    pieces: Sequence[tuple[Piece, torch.Tensor]], rank_tensors: Mapping[str, torch.Tensor], max_file_bytes: int
-) -> list[FilePlan]:
+def _files(
+    pieces: Sequence[tuple[Piece, torch.Tensor]], max_file_bytes: int
+) -> Iterator[dict[Box, dict[str, torch.Tensor]]]:
+    """Boxes, each in all its kinds, file by file; one empty file where there are none, for the rank's own state."""
     blocks: dict[Box, dict[str, torch.Tensor]] = defaultdict(dict)
     for piece, tensor in pieces:
         blocks[piece.box][piece.kind] = tensor
-    plans = [FilePlan(rank_tensors=dict(rank_tensors), num_bytes=sum(t.nbytes for t in rank_tensors.values()))]
+    file: dict[Box, dict[str, torch.Tensor]] = {}
+    file_bytes = 0
     for box, kinds in blocks.items():
         num_bytes = sum(tensor.nbytes for tensor in kinds.values())
-        if plans[-1].blocks and plans[-1].num_bytes + num_bytes > max_file_bytes:
-            plans.append(FilePlan())
-        plans[-1].blocks[box] = kinds
-        plans[-1].num_bytes += num_bytes
-    return plans
+        if file and file_bytes + num_bytes > max_file_bytes:
+            yield file
+            file, file_bytes = {}, 0
+        file[box] = kinds
+        file_bytes += num_bytes
+    yield file
 
 
-def _write_file(
-    path: Path,
-    rank: int,
-    plan: FilePlan,
-    shapes: Mapping[str, Index],
-    scalars: Mapping[str, Any],
-    chunk_bytes: int,
-    read_back: bool,
-) -> FileEntry:
-    segments = _segments(plan)
-    header = _header(segments, rank)
-    size_bytes = len(header) + plan.num_bytes
-    checksums: tuple[str, ...] = ()
-
-    def write(partial: Path) -> None:
-        nonlocal checksums
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            writer = ChunkWriter(fd, chunk_bytes)
-            writer.append(memoryview(header))
-            for segment in segments:
-                for tensor in segment.tensors.values():
-                    writer.append(as_bytes(tensor.detach().cpu().contiguous()))
-            checksums = writer.finish()
-            if read_back:
-                drop_cached(fd)
-        finally:
-            os.close(fd)
-        if read_back:
-            _compare(partial, checksums, chunk_bytes)
-
-    publish_file(path, write, size_bytes)
-    runs, rank_tensors = _places(segments, len(header))
-    names = {box.name: shapes[box.name] for box in plan.blocks}
-    return FileEntry(path.name, rank, size_bytes, checksums, chunk_bytes, runs, names, rank_tensors, scalars)
-
-
-def _segments(plan: FilePlan) -> list[Segment]:
+def _segments(
+    blocks: Mapping[Box, Mapping[str, torch.Tensor]], rank_tensors: Mapping[str, torch.Tensor]
+) -> list[Segment]:
     """In the order of the file: larger elements first, so that every tensor lies at a multiple of its element's size.
     Boxes that come in the same kinds and dtypes make a run, whose kinds lie apart: who wants weights skips moments."""
     alike: dict[tuple[tuple[str, str], ...], list[Box]] = defaultdict(list)
-    for box, kinds in plan.blocks.items():
+    for box, kinds in blocks.items():
         alike[tuple((kind, dtype_name(tensor)) for kind, tensor in sorted(kinds.items()))].append(box)
-    segments = [Segment((), name, dtype_name(tensor), {name: tensor}) for name, tensor in plan.rank_tensors.items()]
+    segments = [Segment((), name, dtype_name(tensor), {name: tensor}) for name, tensor in rank_tensors.items()]
     for kinds_and_dtypes, boxes in alike.items():
         for kind, dtype in kinds_and_dtypes:
-            tensors = {Piece(kind, *box).key: plan.blocks[box][kind] for box in boxes}
+            tensors = {Piece(kind, *box).key: blocks[box][kind] for box in boxes}
             segments.append(Segment(tuple(boxes), kind, dtype, tensors))
     return sorted(segments, key=lambda segment: -ITEM_BYTES[segment.dtype])
 
@@ -235,6 +232,31 @@ def _header(segments: Sequence[Segment], rank: int) -> bytes:
     text = json.dumps(document, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def _write_file(directory: Path, layout: FileLayout, read_back: bool) -> FileEntry:
+    entry, header, segments = layout
+    checksums: tuple[str, ...] = ()
+
+    def write(partial: Path) -> None:
+        nonlocal checksums
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            writer = ChunkWriter(fd, entry.chunk_bytes)
+            writer.append(memoryview(header))
+            for segment in segments:
+                for tensor in segment.tensors.values():
+                    writer.append(as_bytes(tensor.detach().cpu().contiguous()))
+            checksums = writer.finish()
+            if read_back:
+                drop_cached(fd)
+        finally:
+            os.close(fd)
+        if read_back:
+            _compare(partial, checksums, entry.chunk_bytes)
+
+    publish_file(directory / entry.name, write, entry.size_bytes)
+    return replace(entry, checksums=checksums)
 
 
 def _compare(path: Path, checksums: Sequence[str], chunk_bytes: int) -> None:

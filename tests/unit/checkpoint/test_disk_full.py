@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rlhpc.checkpoint.durable import DiskFullError, free_bytes
-from rlhpc.checkpoint.shards import read_rank_state, write_shard
+from rlhpc.checkpoint.pieces import Piece
+from rlhpc.checkpoint.shards import lay_out, read_rank_state, write_shard
 from rlhpc.checkpoint.store import CheckpointStore
 
 MIB = 2**20
@@ -49,11 +50,26 @@ def test_too_large_is_known_beforehand(small_disk: Path) -> None:
 
 
 def test_full_while_a_shard_is_written(small_disk: Path) -> None:
+    """Two files that have as many bytes together as are free, but take a page more: the estimate passes."""
     store = CheckpointStore(small_disk)
     store.save(1, shard(5 * MIB, 1), {})
-    # Exactly what is free: the estimate passes, the file's header doesn't fit any more.
-    with pytest.raises(DiskFullError, match=r"rank-00000-0000.safetensors: No space left on device; needed \d+ bytes"):
-        store.save(2, shard(free_bytes(small_disk), 2), {})
+    pending = store.begin(2)
+    free = free_bytes(small_disk)
+
+    def state(second: int) -> tuple[list[tuple[Piece, torch.Tensor]], dict[str, tuple[int, ...]]]:
+        shapes: dict[str, tuple[int, ...]] = {"a": (MIB,), "b": (second,)}
+        return [(Piece("weight", n, (0,), s), torch.zeros(s, dtype=torch.uint8)) for n, s in shapes.items()], shapes
+
+    def sizes(second: int) -> list[int]:
+        return [file.entry.size_bytes for file in lay_out(0, *state(second), {}, {}, max_file_bytes=MIB)]
+
+    second = free - MIB - (sum(sizes(free - MIB)) - free)
+    assert sum(sizes(second)) == free
+    reason = rf"-0001.safetensors: No space left on device; needed {sizes(second)[1]} bytes"
+    with pytest.raises(DiskFullError, match=reason):
+        write_shard(pending.directory, 0, *state(second), {}, {}, max_file_bytes=MIB)
+    assert [path.name for path in pending.directory.iterdir()] == ["rank-00000-0000.safetensors"]
+    store.abandon(pending)
     assert_only_first_left(small_disk)
     store.save(2, shard(2 * MIB, 2), {})  # training went on, and there is room again
     assert store.steps() == [1, 2]
