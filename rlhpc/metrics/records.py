@@ -1,7 +1,7 @@
 """A step's metrics, under verl's names (trainer/ppo/metric_utils.py), from what the step produced.
 
-Everything but `timing_s/*`, `timing_per_token_ms/*` and `perf/*` is a function of the samples alone and thus
-repeats bitwise with them.
+Everything but `timing_s/*`, `timing_per_token_ms/*`, `perf/*` and `checkpoint/*` is a function of the samples alone and
+thus repeats bitwise with them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlhpc.train.batch import TrainBatch
 
 # Prefixes of metrics that differ from run to run.
-MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/")
+MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "checkpoint/")
 
 # Phases in which the trainer works; through the others it waits.
 TRAINER_PHASES = ("old_log_prob", "ref", "update_actor", "update_critic")

@@ -25,6 +25,7 @@ from rlhpc.train.persistence import TrainState, save_sequences
 from rlhpc.train.progress import PHASES, Progress
 from rlhpc.train.protocols import LossSpec, SamplingSpec
 from rlhpc.train.ranks import Ranks
+from rlhpc.train.saver import Saver
 from rlhpc.train.scoring import Scorer
 from rlhpc.train.validation import Validation
 
@@ -41,6 +42,7 @@ class Run:
     scorer: Scorer
     validation: Validation
     store: CheckpointStore
+    saver: Saver
     reporter: Reporter
     stop: StopFlag
     progress: Progress
@@ -51,9 +53,10 @@ class Run:
         return self.cfg.actor_rollout_ref.actor.use_kl_loss or self.cfg.algorithm.use_kl_in_reward
 
     def log(self, step: int, record: dict[str, float]) -> None:
-        """A finished step's metrics. Raises CheckpointError when a newer attempt has taken the run over."""
+        """A finished step's metrics, with those of saves that have ended. Raises CheckpointError when a newer attempt
+        has taken the run over, and what a save in the background failed of."""
         self.store.require_ownership()
-        self.reporter.log(step, record)
+        self.reporter.log(step, record | self.saver.collect())
 
     def timer(self, step: int) -> PhaseTimer:
         """Times the phases of a step, and says in progress.json which one it is."""
@@ -70,6 +73,16 @@ class Run:
         if step >= self.total_steps:
             return self.cfg.checkpoint.save_final
         return step > 0 and freq > 0 and step % freq == 0
+
+    def in_a_hurry(self) -> bool:
+        """Whether a stop leaves no time to read back what is saved."""
+        return self.stop.requested() and not self.stop.leaves(2 * self.progress.save_s)
+
+    def newest_step(self) -> int:
+        """The newest committed step, once the save in flight is over; 0 without any. Where the run ends before its
+        time."""
+        self.saver.wind_up()
+        return max(self.store.steps(), default=0)
 
     def validate(self, state: TrainState) -> TrainState:
         """The state with validation metrics in its record, where due and not restored with the state. Raises
@@ -97,7 +110,7 @@ class Run:
             save_sequences(path, mini_batch)
             raise TrainingError(
                 f"step {step}: {error}\nthe batch is in {path}; checkpoints up to step "
-                f"{max(self.store.steps(), default=0)} are kept in {self.store.root}"
+                f"{self.newest_step()} are kept in {self.store.root}"
             ) from error
 
     def generate(self, prompts: Sequence[Prompt], seed: int, step: int) -> list[Completion]:
@@ -154,9 +167,10 @@ class Run:
             self.part(step, "update_actor", fraction)
 
         try:
-            yield from in_time(mini_batches, self.stop, save_s=self.progress.save_s, part=part)
+            save_s = self.progress.save_s + self.saver.remaining_s
+            yield from in_time(mini_batches, self.stop, save_s=save_s, part=part)
         except UpdateCut as cut:
-            newest = max(self.store.steps(), default=0)
+            newest = self.newest_step()
             self.reporter.say(f"{cut}: nothing of step {step} is kept, the run goes on after step {newest}")
             raise
 

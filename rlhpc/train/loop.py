@@ -25,6 +25,7 @@ def train(run: Run) -> TrainState:
     Raises StopRequested after a stop, once the last whole step is committed.
     """
     state = restore(run)
+    run.saver.retire()
     while True:
         try:
             timer = run.timer(state.step)
@@ -34,9 +35,10 @@ def train(run: Run) -> TrainState:
                 state = run.validate(state)
             if run.save_due(state.step):
                 with timer.phase("save_checkpoint"):
-                    state = save_periodically(run, state)
+                    save_periodically(run, state)
             run.log(state.step, state.record | timer.metrics() | {"perf/reshard_bytes": moved_bytes})
             if state.step >= run.total_steps:
+                run.saver.drain()
                 return state
             state = train_step(run, state)
             run.stop.check()

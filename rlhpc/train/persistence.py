@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from safetensors.numpy import save_file
 
 from rlhpc.checkpoint.durable import DiskFullError
 from rlhpc.data.packing import TokenSequence
-from rlhpc.errors import RlhpcError
 
 if TYPE_CHECKING:
     from rlhpc.train.context import Run
@@ -28,45 +26,31 @@ class TrainState:
     record: dict[str, float] = field(default_factory=dict)
 
 
-def save(run: Run, state: TrainState) -> None:
-    """Commits the state and the ranks' tensors as one checkpoint, then retires old ones. A save that fails leaves
-    the earlier checkpoints as they are."""
-    if run.store.has(state.step, checksums=False):
+def save_periodically(run: Run, state: TrainState) -> None:
+    """Saves while training goes on; after the last step, and once a stop is asked for, before anything else is done.
+
+    A save that has no room is made up for by the next one: the run goes on, and its metrics tell
+    `checkpoint/failed_saves`. After the last step there is no next one.
+    """
+    last = state.step >= run.total_steps
+    if run.cfg.checkpoint.async_save and not last and not run.stop.requested():
+        run.saver.start(state)
         return
-    begin = time.monotonic()
-    pending = run.store.begin(state.step)
     try:
-        entries = run.ranks.save(pending.directory)
-    except RlhpcError as error:
-        if isinstance(error, DiskFullError):
-            run.ranks.settle()
-        run.store.abandon(pending)
-        run.store.require_ownership()  # where that was lost, it is why
-        raise
-    run.store.commit(pending, entries, {"train": asdict(state), "wandb": run.reporter.wandb_id})
-    run.progress.committed(state.step, time.monotonic() - begin)
-    run.store.retain(run.cfg.checkpoint.keep)
-
-
-def save_periodically(run: Run, state: TrainState) -> TrainState:
-    """A save that has no room is made up for by the next one: the run goes on, and its metrics tell
-    `checkpoint/failed_saves`. After the last step there is no next one."""
-    try:
-        save(run, state)
+        run.saver.now(state, hurry=run.in_a_hurry())
     except DiskFullError as error:
-        if state.step >= run.total_steps:
+        if last:
             raise
-        run.reporter.say(f"WARNING: step {state.step} is not saved, training goes on: {error}")
-        return replace(state, record=state.record | {"checkpoint/failed_saves": 1.0})
-    return state
+        run.saver.alarm(state.step, error)
 
 
 def save_and_leave(run: Run, state: TrainState) -> None:
-    """Answers a stop: commits the state where it isn't, and says how the run goes on."""
+    """Answers a stop: commits the save in flight, then the state where that was another one, and says how the run goes
+    on."""
     run.progress.stopping()
     run.reporter.say(f"{run.stop.reason}: stopping after step {state.step}")
     with run.timer(state.step).phase("save_checkpoint"):
-        save(run, state)
+        run.saver.now(state, hurry=run.in_a_hurry())
     run.reporter.close_run(state.step, finished=False)
 
 

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -47,11 +48,12 @@ log = logging.getLogger(__name__)
 
 class Progress:
     """Rewrites <run_dir>/progress.json at every change, by renaming: about 0.1 ms on a local disk. A disk that is full
-    costs the file its freshness, never the run. Use as a context manager: leaving it records the outcome."""
+    costs the file its freshness, never the run. Use as a context manager: leaving it records the outcome. What is
+    `committed` may come from another thread."""
 
     def __init__(self, directory: Path, attempt: Attempt | None, stop: StopFlag) -> None:
         self._path, self._stop = directory / PROGRESS_NAME, stop
-        self._trouble = ""
+        self._trouble, self._lock = "", threading.Lock()
         known = read_json(self._path) or {}
         now = time.time()
         self._state: dict[str, Any] = {
@@ -78,39 +80,46 @@ class Progress:
 
     def plan(self, total_steps: int) -> None:
         """How far the run is to go; written with the next phase."""
-        self._state["total_steps"] = total_steps
+        with self._lock:
+            self._state["total_steps"] = total_steps
 
     def enter(self, step: int, phase: str) -> None:
         """A phase begins, and with it the one before has ended."""
         ended, now = self._state["phase"], time.time()
-        if ended in _MILESTONES and "stop" not in self._state:
-            self._state["milestones"].setdefault(_MILESTONES[ended], now)
-        self._state |= {"phase": phase, "fraction": 0.0, "step": step, "since": now}
-        self._history.append((now, phase))
-        self._write()
+        with self._lock:
+            if ended in _MILESTONES and "stop" not in self._state:
+                self._state["milestones"].setdefault(_MILESTONES[ended], now)
+            self._state |= {"phase": phase, "fraction": 0.0, "step": step, "since": now}
+            self._history.append((now, phase))
+            self._write()
 
     def part(self, fraction: float) -> None:
         """So much of the phase is done, 0 to 1."""
         if 0 < fraction < 1:
-            self._state["fraction"] = round(fraction, 4)
-            self._write()
+            with self._lock:
+                self._state["fraction"] = round(fraction, 4)
+                self._write()
 
     def milestone(self, name: str) -> None:
-        self._state["milestones"].setdefault(name, time.time())
-        self._write()
+        with self._lock:
+            self._state["milestones"].setdefault(name, time.time())
+            self._write()
 
     def committed(self, step: int, save_s: float) -> None:
         """A checkpoint is on the disk; it took `save_s` seconds from asking the ranks to the rename."""
-        self._state["checkpoint"] = {"step": step, "at": time.time(), "save_s": round(save_s, 3)}
-        self._write()
+        with self._lock:
+            self._state["checkpoint"] = {"step": step, "at": time.time(), "save_s": round(save_s, 3)}
+            self._write()
 
     def stopping(self) -> None:
         """The driver has turned to a stop that was asked for."""
         stop = self._stop
         if stop.requested() and "stop" not in self._state:
             phase = next((phase for since, phase in reversed(self._history) if since <= stop.at), "start")
-            self._state["stop"] = {"phase": phase, "at": stop.at, "seen_after_s": round(stop.seen_at - stop.at, 3)}
-            self._write()
+            seen = {"phase": phase, "at": stop.at, "seen_after_s": round(stop.seen_at - stop.at, 3)}
+            with self._lock:
+                self._state["stop"] = seen
+                self._write()
 
     def __enter__(self) -> Progress:
         return self
@@ -119,10 +128,11 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stopping()
-        self._state |= {"phase": "end", "since": time.time(), "outcome": _outcome(error)}
-        if self._state["outcome"] in ("failed", "lost"):
-            self._state["reason"] = str(error).partition("\n")[0] or type(error).__name__
-        self._write()
+        with self._lock:
+            self._state |= {"phase": "end", "since": time.time(), "outcome": _outcome(error)}
+            if self._state["outcome"] in ("failed", "lost"):
+                self._state["reason"] = str(error).partition("\n")[0] or type(error).__name__
+            self._write()
 
     def _write(self) -> None:
         try:

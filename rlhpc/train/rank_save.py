@@ -1,0 +1,100 @@
+"""A rank's side of a save: its state is copied while the driver waits, and written by a thread while training goes on.
+
+The thread's report goes through the store where the ranks met, since the rank itself is at its next call by then.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhpc.checkpoint.durable import DiskFullError
+from rlhpc.checkpoint.manifest import FileEntry
+from rlhpc.errors import CheckpointError, RlhpcError, TrainingError
+
+if TYPE_CHECKING:  # a worker sets its environment before torch is first imported
+    from rlhpc.train.protocols import Trainer
+
+
+class RankSaver:
+    """Saves a trainer's state, at most one at a time: the driver begins the next when all have reported."""
+
+    def __init__(self, rank: int, trainer: Trainer, tell: Callable[[str, str], object]) -> None:
+        """`tell(key, report)` leaves a report where the driver looks for it."""
+        from rlhpc.checkpoint.snapshot import Snapshot
+
+        self._rank, self._trainer, self._tell = rank, trainer, tell
+        self._snapshot = Snapshot()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+
+    def write(self, directory: Path, *, read_back: bool) -> list[FileEntry]:
+        """Writes this rank's files into a pending checkpoint. Raises as `write_shard` does."""
+        from rlhpc.checkpoint.shards import write_shard
+
+        self._trainer.sleep()  # what is on a device goes to host memory
+        state = self._trainer.state_pieces()
+        return write_shard(
+            directory, self._rank, state.pieces, state.shapes, state.rank_tensors, state.scalars, read_back=read_back
+        )
+
+    def begin(self, directory: Path, save_id: str, *, read_back: bool) -> None:
+        """Returns when the state is copied; the report of its writing comes under `report_key`. Raises CheckpointError
+        where there is no memory for the copy."""
+        from rlhpc.checkpoint.shards import write_shard
+
+        self._trainer.sleep()
+        state = self._trainer.state_pieces()
+        tensors = [tensor for _, tensor in state.pieces]
+        try:
+            copies = self._snapshot.take(tensors)
+        except OSError as error:
+            size = sum(tensor.nbytes for tensor in tensors) / 2**30
+            raise CheckpointError(
+                f"rank {self._rank} has no {size:.2f} GiB of memory for a copy of its state: {error}; give the job "
+                "more (cluster.memory_gib_per_node), or set checkpoint.async_save=false"
+            ) from error
+        pieces = [(piece, copy) for (piece, _), copy in zip(state.pieces, copies, strict=True)]
+        writing = self._thread.submit(
+            write_shard, directory, self._rank, pieces, state.shapes, state.rank_tensors, state.scalars,
+            read_back=read_back,
+        )  # fmt: skip
+        writing.add_done_callback(partial(self._report, save_id))
+
+    def _report(self, save_id: str, writing: Future[list[FileEntry]]) -> None:
+        error = writing.exception()
+        if error is None:
+            report = json.dumps({"files": [entry.to_json() for entry in writing.result()]})
+        else:
+            report = json.dumps({"error": type(error).__name__, "text": str(error)})
+            with suppress(OSError):  # on a full disk the driver has to hear of the error, not of the log
+                traceback.print_exception(error)
+        self._tell(report_key(save_id, self._rank), report)
+
+
+def report_key(save_id: str, rank: int) -> str:
+    return f"rlhpc/save/{save_id}/{rank}"
+
+
+def entries_of(reports: Sequence[str]) -> list[FileEntry]:
+    """The files that the ranks wrote, of their reports in rank order. Raises what a rank's save failed of:
+    DiskFullError only where nothing worse happened on another."""
+    documents = [json.loads(report) for report in reports]
+    errors = [_error(rank, document) for rank, document in enumerate(documents) if "error" in document]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, DiskFullError)), errors[0])
+    return [FileEntry.from_json(file) for document in documents for file in document["files"]]
+
+
+def _error(rank: int, document: dict[str, str]) -> RlhpcError:
+    name, text = document["error"], document["text"]
+    if name == DiskFullError.__name__:
+        return DiskFullError(text)
+    if name == CheckpointError.__name__:
+        return CheckpointError(text)
+    return TrainingError(f"rank {rank} failed to save: {name}: {text}\nthe traceback is at the end of its log")

@@ -1,0 +1,224 @@
+"""The driver's side of saving: one checkpoint at a time, written by the ranks while training goes on."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from itertools import count
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from rlhpc.checkpoint.durable import DiskFullError
+from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry
+from rlhpc.checkpoint.store import CheckpointStore, PendingCheckpoint
+from rlhpc.config.parallel import trainer_layout
+from rlhpc.config.schema import RunConfig
+from rlhpc.errors import CheckpointError, ClusterError, RlhpcError
+from rlhpc.metrics.reporter import Reporter
+from rlhpc.train.progress import Progress
+from rlhpc.train.rank_save import entries_of
+from rlhpc.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from rlhpc.train.persistence import TrainState
+
+POLL_S = 0.05  # between two looks for the ranks' reports
+ALIVE_S = 1.0  # between two looks whether the ranks live, while a save is waited for
+PATIENCE_S = 60.0  # for a save in flight, beyond twice what the last one took, where the run ends with an error
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Flight:
+    step: int
+    begun: float  # time.monotonic()
+    committed: Future[Metrics]
+
+
+class Saver:
+    """Saves training states, one after the other. Use as a context manager: leaving it waits for a save in flight,
+    unless a rank is lost.
+
+    A save copies the ranks' state into their host memory, which blocks training. Their threads write the copies; a
+    thread here waits for them, commits, and deletes what need not stay. Whatever is killed meanwhile, only this save is
+    lost.
+    """
+
+    def __init__(
+        self, cfg: RunConfig, ranks: Ranks, store: CheckpointStore, progress: Progress, reporter: Reporter
+    ) -> None:
+        self._cfg, self._ranks, self._store = cfg.checkpoint, ranks, store
+        self._progress, self._reporter = progress, reporter
+        self._layout = asdict(trainer_layout(cfg))
+        self._digest = xxhash.xxh3_64_hexdigest(json.dumps(cfg.tree(), sort_keys=True).encode())
+        self._ids = count()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._given_up = threading.Event()
+        self._flight: _Flight | None = None
+        self._metrics: Metrics = {}
+
+    @property
+    def remaining_s(self) -> float:
+        """What the save in flight still takes, judged by the last one; 0 without one."""
+        if self._flight is None or self._flight.committed.done():
+            return 0.0
+        return max(0.0, self._flight.begun + self._progress.save_s - time.monotonic())
+
+    def start(self, state: TrainState) -> None:
+        """Returns when the ranks have copied their state; `collect` and `drain` tell what became of the save.
+
+        The save before has to be over first: where it isn't, this waits and says so. A full disk is an alarm and no
+        error. Raises CheckpointError where ranks lack the memory for the copy.
+        """
+        begin = time.monotonic()
+        if self._flight and not self._flight.committed.done():
+            self._reporter.say(
+                f"step {self._flight.step} is still being written after {begin - self._flight.begun:.0f} s, and the "
+                f"save of step {state.step} waits for it; a larger trainer.save_freq leaves more time in between"
+            )
+        self.drain()
+        if self._store.has(state.step, checksums=False):
+            return
+        try:
+            pending = self._store.begin(state.step)
+        except DiskFullError as error:
+            self.alarm(state.step, error)
+            return
+        save_id = f"{state.step}-{next(self._ids)}"
+        try:
+            self._ranks.begin_save(pending.directory, save_id, read_back=self._cfg.read_back)
+        except RlhpcError:
+            self._store.abandon(pending)
+            raise
+        self._add({"checkpoint/blocked_s": time.monotonic() - begin})
+
+        def commit() -> Metrics:
+            try:
+                return self._commit(state, pending, lambda: self._reported(save_id), begin, retire=True)
+            except DiskFullError as error:
+                return self._missed(state.step, error)
+
+        self._flight = _Flight(state.step, begin, self._thread.submit(commit))
+
+    def now(self, state: TrainState, *, hurry: bool = False) -> None:
+        """Returns when the state is committed. In a `hurry` nothing is read back, and so nothing older deleted. Raises
+        DiskFullError and other CheckpointErrors."""
+        begin = time.monotonic()
+        self.drain()
+        if self._store.has(state.step, checksums=False):
+            return
+        pending = self._store.begin(state.step)
+
+        def write() -> list[FileEntry]:
+            try:
+                return self._ranks.save(pending.directory, read_back=self._cfg.read_back and not hurry)
+            except DiskFullError:
+                self._ranks.settle()  # others may still be writing
+                raise
+
+        self._add(self._commit(state, pending, write, time.monotonic(), retire=not hurry))
+        self._add({"checkpoint/blocked_s": time.monotonic() - begin})
+
+    def _commit(
+        self,
+        state: TrainState,
+        pending: PendingCheckpoint,
+        written: Callable[[], list[FileEntry]],
+        begin: float,
+        *,
+        retire: bool,
+    ) -> Metrics:
+        """Commits what the ranks have `written`. A save that fails leaves the earlier checkpoints as they are."""
+        try:
+            entries = written()
+        except RlhpcError:
+            self._store.abandon(pending)
+            self._store.require_ownership()  # where that was lost, it is why
+            raise
+        driver = {"train": asdict(state), "wandb": self._reporter.wandb_id}
+        manifest = self._store.commit(pending, entries, driver, layout=self._layout, config_digest=self._digest)
+        seconds = time.monotonic() - begin
+        self._progress.committed(state.step, seconds)
+        if retire:
+            self.retire()
+        return {"checkpoint/write_s": seconds, "checkpoint/bytes": float(manifest.size_bytes)}
+
+    def _reported(self, save_id: str) -> list[FileEntry]:
+        while (reports := self._ranks.save_reports(save_id)) is None:
+            if self._given_up.wait(POLL_S):
+                raise CheckpointError("the save was given up")
+        return entries_of(reports)
+
+    def retire(self) -> None:
+        """Deletes the checkpoints that need not stay. The newest one has to be known as good: read back, or loaded."""
+        cfg = self._cfg
+
+        def score(manifest: CheckpointManifest) -> float | None:
+            return manifest.state["train"]["record"].get(cfg.best_metric)
+
+        self._store.retain(cfg.keep, every=cfg.keep_every, best=cfg.keep_best, mode=cfg.best_mode, score=score)
+
+    # --- what became of it
+
+    def alarm(self, step: int, error: DiskFullError) -> None:
+        """A save has no room, and is made up for by the next one."""
+        self._add(self._missed(step, error))
+
+    def _missed(self, step: int, error: DiskFullError) -> Metrics:
+        self._reporter.say(f"WARNING: step {step} is not saved, training goes on: {error}")
+        return {"checkpoint/failed_saves": 1.0}
+
+    def collect(self) -> Metrics:
+        """Metrics of what was saved since the last call: seconds that training was `blocked_s` and that it took from
+        the beginning to the commit (`write_s`), `bytes`, `failed_saves`. Raises what a save failed of."""
+        if self._flight and self._flight.committed.done():
+            self._land()
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def drain(self) -> None:
+        """Returns when no save is in flight. Raises what it failed of, unless the disk was full, and RankLostError as
+        soon as one is. No rank may be at anything else."""
+        while self._flight and not wait([self._flight.committed], timeout=ALIVE_S).done:
+            self._ranks.settle()
+        self._land()
+
+    def wind_up(self) -> None:
+        """Waits for the save in flight where the run ends before its time. The copies are whole, whatever happened
+        since; but ranks may be stuck in a call, so that only their threads are waited for, and not for ever. What it
+        failed of is said."""
+        if self._flight is None:
+            return
+        wait([self._flight.committed], timeout=2 * self._progress.save_s + PATIENCE_S)
+        self._given_up.set()
+        try:
+            self._land()
+        except RlhpcError as error:
+            self._reporter.say(f"WARNING: the save in the background failed: {error}")
+
+    def _land(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight:
+            self._add(flight.committed.result())
+
+    def _add(self, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + value
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ClusterError):
+            self.wind_up()
+        self._given_up.set()
+        self._thread.shutdown()
