@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from rlhpc.checkpoint.manifest import CheckpointManifest
+from rlhpc.checkpoint.pieces import Index, Piece
 from rlhpc.data.types import Completion, PackedBatch
 from rlhpc.layout.spec import ShardSpec
 
@@ -42,6 +44,22 @@ class LossSpec:
     kl_coef: float  # 0: no KL loss
     kl_type: str
     temperature: float
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """One rank's part of the training state. Tensors are live until the next step; of a trainer asleep, in host memory.
+
+    pieces: boxes of canonical tensors, each with a contiguous tensor of its extent; those of all ranks cover every
+    tensor's masters and moments, or its weight where it is frozen.
+    shapes: of the whole canonical tensors, by name.
+    rank_tensors, scalars: this rank's alone (random generators), and JSON.
+    """
+
+    pieces: list[tuple[Piece, torch.Tensor]]
+    shapes: Mapping[str, Index]
+    rank_tensors: Mapping[str, torch.Tensor]
+    scalars: Mapping[str, Any]
 
 
 class WeightSource(Protocol):
@@ -88,11 +106,23 @@ class Trainer(WeightSource, Protocol):
 
     def wake(self) -> None: ...
 
-    def state_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-        """This rank's training state: tensors by name, and JSON-able scalars (scheduler, RNG stream names, layout)."""
+    def state_pieces(self) -> TrainerState:
+        """This rank's part of the training state. Not collective."""
         ...
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, object]) -> None: ...
+    def load_checkpoint(self, manifest: CheckpointManifest) -> None:
+        """Goes on from a checkpoint of any layout and number of ranks, with the weights in place for the next step.
+
+        Under the layout that wrote it, random generators too go on where they were; else they begin with the run's
+        seed. Raises CheckpointError on all ranks together: for damage (file and chunk), another model, missing tensors.
+        What it then holds is undefined until another one is loaded.
+        """
+        ...
+
+    def load_weights(self, source: Path) -> None:
+        """Begins with the weights of an HF directory or of a committed checkpoint, the optimizer fresh. Masters are as
+        exact as the source. Raises ModelError or CheckpointError on all ranks together."""
+        ...
 
     def save_hf(self, directory: Path) -> None:
         """Writes an HF directory (safetensors, config.json) of the current weights. Collective."""

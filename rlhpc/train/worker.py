@@ -167,10 +167,7 @@ class RankWorker:
         self._saver.begin(Path(directory), save_id, read_back=read_back)
 
     def load(self, manifest: Any) -> None:
-        from rlhpc.checkpoint.shards import read_rank_state
-
-        tensors, scalars = read_rank_state(manifest, self.rank)
-        self.trainer.load_state(tensors, scalars)
+        self.trainer.load_checkpoint(manifest)
 
     def load_weights(self, source: str) -> None:
         self.trainer.load_weights(Path(source))

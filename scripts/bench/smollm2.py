@@ -21,12 +21,11 @@ import psutil
 import torch
 import xxhash
 
-from rlhpc.checkpoint.shards import read_rank_state
 from rlhpc.checkpoint.store import CheckpointStore
-from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
 from rlhpc.reshard.hf import load_hf
+from rlhpc.reshard.saved import load_saved
 from scripts.bench.machine import RESULTS, ROOT, hardware, place, versions
 
 MODEL = ROOT / "outputs/assets/smollm2/moe"
@@ -77,44 +76,34 @@ def resident(driver: psutil.Popen) -> Iterator[int]:
 
 
 def weights(run_dir: Path) -> dict[str, Any]:
-    """The trainer's parameters before (the model's files) and after (masters in the checkpoint, which the ranks share
-    out as flat ranges): xxh3 of both, and how many of the parts differ."""
+    """The model's tensors before (its files) and after (the masters in the checkpoint, whatever layout wrote it): xxh3
+    of both, and how many differ."""
     manifest = CheckpointStore(run_dir / "checkpoints").load_latest()
     if manifest is None:
         raise SystemExit(f"{run_dir} has no checkpoint; run with checkpoint.save_final=true")
     config = json.loads((MODEL / "config.json").read_text())
+    shapes = family_for(config).canonical_tensors(config)
+    specs = [ShardSpec.whole(name, shape, "float32", (0,)) for name, shape in shapes.items()]
+    before, after = ({name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(2))
+    load_hf(MODEL, specs, 0, before)
+    load_saved(manifest, "master", specs, 0, after)
     digests = xxhash.xxh3_64(), xxhash.xxh3_64()
     largest = 0.0
-    parts = {"experts": [0, 0], "routers": [0, 0], "others": [0, 0]}  # changed, of
-    for rank in range(manifest.world_size):
-        tensors, scalars = read_rank_state(manifest, rank)
-        sizes = scalars["layout"]
-        layout = ParallelLayout(**{name: sizes[name] for name in sizes if name != "rank"})
-        before = initial_parameters(family_for(config).trainer_specs(config, layout, "float32"), rank)
-        for name, (start, stop) in sorted(scalars["optimizer"]["ranges"].items()):
-            pair = before[name].view(-1)[start:stop], tensors[f"optimizer/{name}/master"]
-            for digest, part in zip(digests, pair, strict=True):
-                digest.update(part.numpy())
-            largest = max(largest, float((pair[0] - pair[1]).abs().max()))
-            kind = "experts" if ".experts." in name else "routers" if ".router." in name else "others"
-            parts[kind][0] += not torch.equal(*pair)
-            parts[kind][1] += 1
+    tensors = {"experts": [0, 0], "routers": [0, 0], "others": [0, 0]}  # changed, of
+    for name in shapes:
+        pair = before[name], after[name]
+        for digest, tensor in zip(digests, pair, strict=True):
+            digest.update(tensor.numpy())
+        largest = max(largest, float((pair[0] - pair[1]).abs().max()))
+        kind = "experts" if ".experts." in name else "routers" if name.endswith(".gate.weight") else "others"
+        tensors[kind][0] += not torch.equal(*pair)
+        tensors[kind][1] += 1
     return {
         "xxh3_before": digests[0].hexdigest(),
         "xxh3_after": digests[1].hexdigest(),
         "largest_change": largest,
-        "parts_changed": {kind: f"{changed} of {total}" for kind, (changed, total) in parts.items()},
+        "tensors_changed": {kind: f"{changed} of {total}" for kind, (changed, total) in tensors.items()},
     }
-
-
-def initial_parameters(specs: list[ShardSpec], rank: int) -> dict[str, torch.Tensor]:
-    """The trainer's parameters of a rank by name, as it reads them from the model's files."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for shard in (shard for spec in specs for shard in spec.on(rank)):
-        shapes[shard.buffer] = tuple(map(max, shard.end, shapes.get(shard.buffer, shard.end)))
-    buffers = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    load_hf(MODEL, specs, rank, buffers)
-    return buffers
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from rlhpc.checkpoint.shards import read_rank_state
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.session import alive
 from rlhpc.metrics.records import MEASURED
@@ -126,9 +126,9 @@ def final_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
     manifest = CheckpointStore(run_dir / "checkpoints").load_latest()
     assert manifest is not None
     return {
-        f"{rank}/{name}": tensor
-        for rank in range(manifest.world_size)
-        for name, tensor in read_rank_state(manifest, rank)[0].items()
+        f"{entry.rank}/{name}": tensor
+        for entry in manifest.files
+        for name, tensor in load_file(manifest.directory / entry.name).items()
         if name not in ("rng/numpy", "rng/python")
     }
 

@@ -18,6 +18,7 @@ class HostCopy:
         self._kept = _by_storage(kept)
         self._scratch = _by_storage(scratch)
         self._host: list[torch.Tensor] = []
+        self._index = {whole.untyped_storage()._cdata: i for i, whole in enumerate(self._kept)}
         self._asleep = False
 
     def sleep(self) -> None:
@@ -35,13 +36,11 @@ class HostCopy:
 
     def resident(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself, or while it sleeps its content in host memory."""
-        if self._asleep and tensor.is_cuda:
-            for whole, host in zip(self._kept, self._host, strict=True):
-                if whole.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
-                    view = torch.empty(0, dtype=tensor.dtype)
-                    storage = host.untyped_storage()
-                    return view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-        return tensor
+        if not (self._asleep and tensor.is_cuda):
+            return tensor
+        host = self._host[self._index[tensor.untyped_storage()._cdata]]
+        view = torch.empty(0, dtype=tensor.dtype)
+        return view.set_(host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def wake(self) -> None:
         if not self._asleep:

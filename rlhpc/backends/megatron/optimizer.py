@@ -16,6 +16,7 @@ from rlhpc.config.schema import OptimConfig
 from rlhpc.errors import ConfigError
 
 DECAY_STYLES = ("constant", "linear", "cosine")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class OptimizerShard:
     stop: int
     master: torch.Tensor  # float32 [stop - start], aliasing the parameter itself when that is float32
     state: dict[str, torch.Tensor]  # step (scalar), exp_avg and exp_avg_sq, float32 [stop - start]
+
+    def of(self, kind: str) -> torch.Tensor:
+        """The live tensor of a kind: `master`, or one of MOMENTS."""
+        return self.master.detach() if kind == "master" else self.state[kind]
 
 
 class Optimizer:

@@ -1,50 +1,179 @@
-"""This rank's training state as named tensors and JSON-able scalars, and back."""
+"""This rank's training state as boxes of canonical tensors, and back under whatever layout this run has."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-from rlhpc.backends.megatron.optimizer import Optimizer
-from rlhpc.errors import CheckpointError
+from rlhpc.backends.megatron.optimizer import MOMENTS, Optimizer
+from rlhpc.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, read_manifest
+from rlhpc.checkpoint.shards import read_rank_state
+from rlhpc.errors import CheckpointError, RlhpcError
+from rlhpc.layout.parallel import ParallelLayout
+from rlhpc.layout.spec import Shards, ShardSpec
+from rlhpc.reshard.flat import FlatRange, flat_buffers, flat_specs
+from rlhpc.reshard.hf import load_hf
+from rlhpc.reshard.saved import WEIGHT_KINDS, Wanted, load_saved, load_together, pieces_of
+from rlhpc.train.protocols import TrainerState
 
-STATE_VERSION = 1
+MASTER, FROZEN = WEIGHT_KINDS
 
-
-def optimizer_state(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Masters and moments as `optimizer/<parameter>/{master,exp_avg,exp_avg_sq}`, each float32 [stop - start], and the
-    flat ranges they cover. The tensors are live: write them before the next step."""
-    tensors, ranges = {}, {}
-    for shard in optimizer.shards():
-        ranges[shard.name] = [shard.start, shard.stop]
-        tensors[f"optimizer/{shard.name}/master"] = shard.master.detach()
-        for moment in ("exp_avg", "exp_avg_sq"):
-            tensors[f"optimizer/{shard.name}/{moment}"] = shard.state[moment]
-    return tensors, {"ranges": ranges, "step": optimizer.schedule.num_steps}
+Buffers = dict[str, torch.Tensor]
 
 
-@torch.no_grad()
-def load_optimizer_state(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
-    """Raises CheckpointError unless the state is that of the same layout."""
-    for shard in optimizer.shards():
-        saved = scalars["ranges"].get(shard.name)
-        if saved != [shard.start, shard.stop]:
+class TrainingState:
+    """Where the masters, moments and frozen parameters of one rank lie in the canonical tensors.
+
+    Masters and moments are what the distributed optimizer's flat ranges hold, so that the ranks' boxes make up each
+    tensor once (norms as often as there are tensor-parallel ranks). Frozen parameters have no optimizer state: each is
+    saved by one of the ranks that hold it, and read by all. Padding belongs to no box; a load makes it zero.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], optimizer: Optimizer, specs: Sequence[ShardSpec], rank: int
+    ) -> None:
+        self._optimizer, self._rank = optimizer, rank
+        self._shapes = {spec.name: spec.shape for spec in specs}
+        own = [ShardSpec(s.name, s.shape, s.dtype, shards) for s in specs if (shards := tuple(s.on(rank)))]
+        ranges = [
+            FlatRange(rank, shard.name, tuple(parameters[shard.name].shape), shard.start, shard.stop)
+            for shard in optimizer.shards()
+        ]
+        self._trained = flat_specs(own, ranges)
+        self._buffers: dict[str, Buffers] = {}  # by kind
+        for kind in (MASTER, *MOMENTS):
+            self._buffers[kind] = flat_buffers(ranges, {shard.name: shard.of(kind) for shard in optimizer.shards()})
+        self._buffers[FROZEN] = {name: p.data for name, p in parameters.items() if not p.requires_grad}
+        self._frozen = _in_buffers(own, self._buffers[FROZEN])
+        self._frozen_saved = _in_buffers(_taking_turns(specs, rank), self._buffers[FROZEN])
+
+    def saved(self, resident: Callable[[torch.Tensor], torch.Tensor]) -> TrainerState:
+        """What this rank saves; `resident` says where a tensor's content is now."""
+        kinds = [(kind, self._trained) for kind in (MASTER, *MOMENTS)] + [(FROZEN, self._frozen_saved)]
+        pieces = [
+            (piece, resident(tensor))
+            for kind, specs in kinds
+            for piece, tensor in pieces_of(kind, specs, self._rank, self._buffers[kind])
+        ]
+        shapes = {piece.name: self._shapes[piece.name] for piece, _ in pieces}
+        tensors, rng = rng_state()
+        return TrainerState(pieces, shapes, tensors, {"optimizer_step": self._optimizer.schedule.num_steps, "rng": rng})
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that a load writes into."""
+        for shard in self._optimizer.shards():
+            yield from (shard.of(kind) for kind in (MASTER, *MOMENTS))
+        yield from self._buffers[FROZEN].values()
+
+    def check(self, manifest: CheckpointManifest) -> None:
+        """Raises CheckpointError unless the checkpoint is of a model with the same tensors; reads nothing."""
+        for name, shape in self._shapes.items():
+            if (saved := manifest.shapes.get(name)) is None or tuple(saved) != shape:
+                found = f"it has shape {tuple(saved)}" if saved else "it hasn't that tensor"
+                raise CheckpointError(
+                    f"{manifest.directory} is of another model: this run's {name} has shape {shape}, there {found}; "
+                    "resume with the model that wrote it"
+                )
+        if unknown := sorted(manifest.shapes.keys() - self._shapes.keys()):
             raise CheckpointError(
-                f"optimizer state of {shard.name}: this rank updates elements {shard.start}..{shard.stop}, the "
-                f"checkpoint holds {saved}; resume with the parallel sizes and number of ranks it was saved with"
+                f"{manifest.directory} is of another model: it holds {len(unknown)} tensors that this run's model "
+                f"hasn't, such as {unknown[0]}; resume with the model that wrote it"
             )
-        shard.master.copy_(tensors[f"optimizer/{shard.name}/master"])
-        for moment in ("exp_avg", "exp_avg_sq"):
-            shard.state[moment].copy_(tensors[f"optimizer/{shard.name}/{moment}"])
-        shard.state["step"].fill_(scalars["step"])
-    optimizer.schedule.num_steps = 0
-    optimizer.schedule.step(increment=scalars["step"])
-    optimizer.publish_masters()
+
+    @torch.no_grad()
+    def load(self, manifest: CheckpointManifest, layout: ParallelLayout, seed: int) -> None:
+        """Masters, moments, frozen parameters, and where schedule and generators stand: the latter begin with `seed`
+        under another layout than the writers'. Afterwards the masters have to be published.
+
+        Raises CheckpointError, the state being neither the old nor the new one then.
+        """
+        self.check(manifest)
+        step = _optimizer_step(manifest)
+        trained = [Wanted(kind, self._trained, self._buffers[kind]) for kind in (MASTER, *MOMENTS)]
+        self._zero(MASTER, *MOMENTS)
+        load_together(manifest, self._rank, [*trained, Wanted(FROZEN, self._frozen, self._buffers[FROZEN], cast=True)])
+        for shard in self._optimizer.shards():
+            shard.state["step"].fill_(step)
+        self._optimizer.schedule.num_steps = 0
+        self._optimizer.schedule.step(increment=step)
+        tensors, scalars = read_rank_state(manifest, self._rank) if manifest.layout == vars(layout) else ({}, {})
+        if tensors and ("rng/cuda" in tensors) == torch.cuda.is_available():
+            load_rng_state(tensors, scalars["rng"])
+        else:
+            seed_rng(seed)
+
+    @torch.no_grad()
+    def load_weights(self, source: Path) -> None:
+        """Masters and frozen parameters alone, of an HF directory or of a committed checkpoint: a master is as exact as
+        the source. Afterwards the masters have to be published. Raises ModelError for the former, CheckpointError for
+        the latter.
+        """
+        held = {spec.name: spec for spec in (*self._trained, *self._frozen)}
+        buffers = self._buffers[MASTER] | self._buffers[FROZEN]
+        self._zero(MASTER)
+        if (source / MANIFEST_NAME).exists():
+            manifest = read_manifest(source)
+            self.check(manifest)
+            load_saved(manifest, WEIGHT_KINDS, held.values(), self._rank, buffers, cast=True)
+        else:
+            absent = (ShardSpec(name, shape, "float32", ()) for name, shape in self._shapes.items() if name not in held)
+            load_hf(source, [*held.values(), *absent], self._rank, buffers)
+
+    def _zero(self, *kinds: str) -> None:
+        for shard in self._optimizer.shards():
+            for kind in kinds:
+                shard.of(kind).zero_()
+
+
+@contextmanager
+def told_to_all() -> Iterator[None]:
+    """What a rank raises inside is raised on all of them: the others would wait for it in the next collective."""
+    failure: tuple[type[RlhpcError], str] | None = None
+    try:
+        yield
+    except RlhpcError as error:
+        failure = type(error), str(error)
+    failures: list[tuple[type[RlhpcError], str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if told := [(rank, *each) for rank, each in enumerate(failures) if each]:
+        rank, kind, text = told[0]
+        raise kind(f"rank {rank}: {text}" + (f"; and {len(told) - 1} more ranks" if len(told) > 1 else ""))
+
+
+def _optimizer_step(manifest: CheckpointManifest) -> int:
+    """The one that all ranks had reached when they wrote the checkpoint."""
+    steps = {
+        entry.scalars["optimizer_step"]: entry.rank for entry in manifest.files if "optimizer_step" in entry.scalars
+    }
+    if len(steps) != 1:
+        found = " and ".join(f"{step} (rank {rank})" for step, rank in sorted(steps.items()))
+        raise CheckpointError(f"{manifest.directory} holds the state after different optimizer steps: {found or None}")
+    return int(next(iter(steps)))
+
+
+def _in_buffers(specs: Sequence[ShardSpec], buffers: Mapping[str, torch.Tensor]) -> list[ShardSpec]:
+    """What of the specs lies in these buffers."""
+    held = ((spec, tuple(shard for shard in spec.shards if shard.buffer in buffers)) for spec in specs)
+    return [ShardSpec(spec.name, spec.shape, spec.dtype, shards) for spec, shards in held if shards]
+
+
+def _taking_turns(specs: Sequence[ShardSpec], rank: int) -> list[ShardSpec]:
+    """What of the specs this rank saves where each of the ranks that hold the same could."""
+    result = []
+    for i, spec in enumerate(specs):
+        shards = Shards.of(spec.shards)
+        mine = tuple(s._replace(ranks=(rank,)) for s in shards.replicas if s.ranks[i % len(s.ranks)] == rank)
+        if mine:
+            result.append(ShardSpec(spec.name, spec.shape, spec.dtype, Shards(mine, shards.prefix)))
+    return result
 
 
 def rng_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -73,3 +202,11 @@ def load_rng_state(tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, An
     prefix = "rng/megatron/"
     states = {name.removeprefix(prefix): state for name, state in tensors.items() if name.startswith(prefix)}
     get_cuda_rng_tracker().set_states(states)
+
+
+def seed_rng(seed: int) -> None:
+    """As at the start of a run: the generators of ranks that stood elsewhere have nothing to hand on."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)

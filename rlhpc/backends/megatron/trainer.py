@@ -20,21 +20,23 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from rlhpc.backends.megatron import cpu_shim, state
+from rlhpc.backends.megatron import cpu_shim
 from rlhpc.backends.megatron.experts import balance_loss, expert_balance, start_balance_loss
 from rlhpc.backends.megatron.loss import microbatch_loss
 from rlhpc.backends.megatron.model import PolicyModel, transformer_config
 from rlhpc.backends.megatron.offload import HostCopy
 from rlhpc.backends.megatron.optimizer import Optimizer
+from rlhpc.backends.megatron.state import TrainingState, told_to_all
+from rlhpc.checkpoint.manifest import CheckpointManifest
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.types import PackedBatch
-from rlhpc.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from rlhpc.errors import ConfigError, TrainingError
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
 from rlhpc.reshard.hf import load_hf, save_hf
-from rlhpc.train.protocols import LossSpec
+from rlhpc.train.protocols import LossSpec, TrainerState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -85,6 +87,7 @@ class MegatronTrainer:
         self._optimizer = Optimizer(self._policy, cfg.actor_rollout_ref.actor.optim, _optimizer_steps(cfg))
         needs_reference = cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
         self._reference = self._build_model().requires_grad_(False).eval() if needs_reference else None
+        self._state = TrainingState(dict(policy.named_parameters()), self._optimizer, self._specs, dist.get_rank())
         self._host = self._host_copy()
 
     def _build_model(self) -> PolicyModel:
@@ -100,22 +103,9 @@ class MegatronTrainer:
         for parameter in model.parameters():
             parameter.data.zero_()  # padded vocabulary rows belong to no tensor of the file
         model.to(self._device)
-        self._load(model)
-        return model
-
-    def _load(self, model: PolicyModel) -> None:
-        """Raises ModelError on all ranks if one can't read its part: the others would wait for it in the next
-        collective."""
-        failure = None
-        try:
+        with told_to_all():
             load_hf(self._model_dir, self._specs, dist.get_rank(), _buffers(model))
-        except ModelError as error:
-            failure = str(error)
-        failures: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-        if told := [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]:
-            more = f"; and {len(told) - 1} more ranks" if len(told) > 1 else ""
-            raise ModelError(told[0] + more)
+        return model
 
     # --- layout and weights
 
@@ -263,9 +253,7 @@ class MegatronTrainer:
     def _host_copy(self) -> HostCopy:
         buffers = [*self._policy.buffers, *self._policy.expert_parallel_buffers]
         kept = [buffer.param_data for buffer in buffers]
-        kept += [p.data for p in self._policy.module.parameters() if not p.requires_grad]
-        for shard in self._optimizer.shards():
-            kept += [shard.master, shard.state["exp_avg"], shard.state["exp_avg_sq"]]
+        kept += self._state.tensors()
         if self._reference is not None:
             kept += list(self._reference.parameters())
         return HostCopy(kept, scratch=[buffer.grad_data for buffer in buffers])
@@ -278,36 +266,23 @@ class MegatronTrainer:
 
     # --- state
 
-    def state_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    def state_pieces(self) -> TrainerState:
         """See Trainer. Tensors are live, valid until the next step; asleep, their copies in host memory."""
-        tensors, optimizer = state.optimizer_state(self._optimizer)
-        rng_tensors, rng = state.rng_state()
-        scalars = {
-            "version": state.STATE_VERSION,
-            "layout": vars(self._layout) | {"rank": dist.get_rank()},
-            "optimizer": optimizer,
-            "rng": rng,
-        }
-        tensors = {name: self._host.resident(tensor) for name, tensor in (tensors | self._frozen()).items()}
-        return tensors | rng_tensors, scalars
+        return self._state.saved(self._host.resident)
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
-        """Raises CheckpointError for the state of another layout, rank or version."""
-        expected = {"version": state.STATE_VERSION, "layout": vars(self._layout) | {"rank": dist.get_rank()}}
-        for name, value in expected.items():
-            if scalars.get(name) != value:
-                raise CheckpointError(
-                    f"training state has {name} {scalars.get(name)}, this run {value}; "
-                    "resume with what it was saved with"
-                )
-        for name, parameter in self._frozen().items():
-            parameter.copy_(tensors[name])
-        state.load_optimizer_state(self._optimizer, tensors, scalars["optimizer"])
-        state.load_rng_state(tensors, scalars["rng"])
+    def load_checkpoint(self, manifest: CheckpointManifest) -> None:
+        """See Trainer. The trainer is awake afterwards."""
+        self.wake()
+        with told_to_all():
+            self._state.load(manifest, self._layout, self._cfg.seed)
+        self._optimizer.publish_masters()
 
-    def _frozen(self) -> dict[str, torch.Tensor]:
-        parameters = self._policy.module.named_parameters()
-        return {f"frozen/{name}": p.data for name, p in parameters if not p.requires_grad}
+    def load_weights(self, source: Path) -> None:
+        """See Trainer. The trainer is awake afterwards."""
+        self.wake()
+        with told_to_all():
+            self._state.load_weights(Path(source))
+        self._optimizer.publish_masters()
 
 
 def _buffers(model: PolicyModel) -> dict[str, torch.Tensor]:

@@ -1,0 +1,93 @@
+"""What each rank does in test_checkpoint_layouts.py: trains, saves, loads under other layouts, trains on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlhpc.checkpoint.manifest import read_manifest
+from rlhpc.checkpoint.shards import write_shard
+from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.errors import RlhpcError
+from tests.distributed.megatron_ranks import forget_groups, make_trainer, train
+
+CHUNK_BYTES = 1 << 16  # a rank's file has dozens
+
+
+def in_turn(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Several of the functions below in one start of the ranks."""
+    outcomes = []
+    for name, arguments in calls:
+        outcomes.append(globals()[name](**arguments))
+        forget_groups()
+    return outcomes
+
+
+def begin(steps: range, save_to: Path, model_dir: Path, sizes: Mapping[str, int], **settings: Any) -> dict[str, Any]:
+    """Trains, saves, and trains two steps more."""
+    trainer = make_trainer(model_dir, sizes, **settings)
+    list(train(trainer, steps))
+    torch.rand(5), np.random.rand(5), random.random()  # the streams stand elsewhere than in a new process
+    save(trainer, save_to)
+    return go_on(trainer, steps.stop)
+
+
+def resume(
+    load_from: Path, save_to: Path, step: int, model_dir: Path, sizes: Mapping[str, int], **settings: Any
+) -> dict[str, Any]:
+    """Takes the same two steps after a load, which it saves again."""
+    trainer = make_trainer(model_dir, sizes, **settings)
+    trainer.load_checkpoint(read_manifest(load_from))
+    save(trainer, save_to)
+    return go_on(trainer, step)
+
+
+def warm_start(
+    load_from: Path, save_to: Path, step: int, model_dir: Path, sizes: Mapping[str, int], **settings: Any
+) -> dict[str, Any]:
+    trainer = make_trainer(model_dir, sizes, **settings)
+    trainer.load_weights(load_from)
+    save(trainer, save_to)
+    return go_on(trainer, step)
+
+
+def refusal(load_from: Path, model_dir: Path, sizes: Mapping[str, int], **settings: Any) -> str:
+    """The error of a load that fails, perhaps on one rank alone."""
+    trainer = make_trainer(model_dir, sizes, **settings)
+    try:
+        trainer.load_checkpoint(read_manifest(load_from))
+    except RlhpcError as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def save(trainer: Any, root: Path) -> None:
+    """What workers and driver do: every rank writes its part, one process commits."""
+    store = CheckpointStore(root)
+    pending = [store.begin(1) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(pending)
+    state = trainer.state_pieces()
+    entries: list[Any] = [None] * dist.get_world_size()
+    mine = write_shard(
+        pending[0].directory, dist.get_rank(), state.pieces, state.shapes, state.rank_tensors, state.scalars,
+        chunk_bytes=CHUNK_BYTES,
+    )  # fmt: skip
+    dist.all_gather_object(entries, mine)
+    if dist.get_rank() == 0:
+        store.commit(pending[0], [entry for each in entries for entry in each], {}, layout=asdict(trainer._layout))
+    dist.barrier()
+
+
+def go_on(trainer: Any, step: int) -> dict[str, Any]:
+    """Two steps' metrics, the first as it was computed from the state, the second from what an update made of it."""
+    draws = [torch.rand(3).tolist(), float(np.random.rand()), random.random()]
+    metrics = list(train(trainer, range(step, step + 2)))
+    weights = {name: value.view(torch.uint8).cpu().numpy().copy() for name, value in trainer.source_buffers().items()}
+    return {"dp_rank": trainer.data_parallel_rank, "metrics": metrics, "random": draws, "weights": weights}
