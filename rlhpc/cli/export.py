@@ -16,12 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rlhpc.checkpoint.durable import free_bytes, fsync
-from rlhpc.checkpoint.identity import RUN_NAME
 from rlhpc.checkpoint.manifest import CheckpointManifest, read_manifest
+from rlhpc.checkpoint.origin import last_start
 from rlhpc.cli.checkpoints import byte_progress, find
 from rlhpc.cli.plan import readable
 from rlhpc.cli.runs import Run
-from rlhpc.cluster.attempt import read_json
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.layout.spec import ShardSpec
@@ -129,11 +128,11 @@ def _write_file(path: Path, manifest: CheckpointManifest, shapes: Shapes, dtype:
 
 def _model(run: Run | None, model_dir: Path | None, checkpoint: Path) -> Model:
     """The config is what run.json says was trained: a model directory may have changed since."""
-    identity = (read_json(run.directory / RUN_NAME) if run else None) or {}
+    trained = last_start(run.directory).get("model") if run else None
     if model_dir is not None:
         if not model_dir.is_dir():
             raise ConfigError(f"--model {model_dir} is not a directory; give an HF model directory")
-        return Model(identity.get("model") or read_model_config(model_dir), model_dir)
+        return Model(trained or read_model_config(model_dir), model_dir)
     if run is None:
         raise ConfigError(
             f"{checkpoint} lies in no run directory, which would name the model; give a directory with its config and "
@@ -145,7 +144,7 @@ def _model(run: Run | None, model_dir: Path | None, checkpoint: Path) -> Model:
             f"the run's actor_rollout_ref.model.path={path} is not a directory here; give one with its tokenizer: "
             "--model DIR"
         )
-    return Model(identity.get("model") or read_model_config(path), Path(path))
+    return Model(trained or read_model_config(path), Path(path))
 
 
 def _shapes(manifest: CheckpointManifest, model: Model) -> Shapes:

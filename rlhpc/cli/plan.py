@@ -118,11 +118,11 @@ def _memory_table(memory: Sequence[RankMemory]) -> Iterator[str]:
 
 def readable(num_bytes: float) -> str:
     """A size with a binary unit."""
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.4g} GiB"
+    return f"{num_bytes:.4g} TiB"
 
 
 def _split(specs: Sequence[ShardSpec]) -> tuple[list[ShardSpec], list[ShardSpec]]:

@@ -14,11 +14,14 @@ import pytest
 
 from rlhpc.backends.vllm.environment import CACHES
 from rlhpc.backends.vllm.shm import cleanup_shm
+from rlhpc.cli.main import main
 from rlhpc.data.types import Completion
 from rlhpc.reshard.families import family_for
 from tests.distributed import vllm_ranks
 from tests.distributed.ranks import run_ranks
 from tests.distributed.vllm_reference import Logits, expected, processed_logprobs, transformers_logits
+from tests.hf_files import read_tensors
+from tests.saved_runs import write_checkpoint, write_run
 from tests.tiny_model import write_tiny_model
 
 RANKS = "tests.distributed.vllm_ranks"
@@ -211,17 +214,31 @@ def check_distributions(one: dict[str, Any], other: dict[str, Any], nats: float)
         assert (np.nanmax(gaps, -1) - np.nanmin(gaps, -1)).max() < nats
 
 
-def test_recorded_logprobs_are_vllms_own_however_it_schedules(models: tuple[Path, Path]) -> None:
-    """Prompts whole and in chunks of 48 tokens among running requests, and a KV cache of 8 blocks for 12 requests."""
-    common = {"model_dir": str(models[0]), "device": "cpu", "dtype": "float32", "max_num_seqs": 12}
-    [roomy] = run_ranks(f"{RANKS}:recorded", 1, num_blocks=None, **common)
-    [tight] = run_ranks(f"{RANKS}:recorded", 1, num_blocks=9, max_num_batched_tokens=48, **common)
+@pytest.fixture(scope="module")
+def exported(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The old model again, by `rlhpc export` of what three ranks wrote in a run that began with the new one."""
+    root = tmp_path_factory.mktemp("exported")
+    run = write_run(root / "run", models[1])
+    write_checkpoint(run, 1, read_tensors(models[0]))
+    assert main(["export", str(run), str(root / "model"), "--shard-size", "500KB"]) == 0
+    assert len(list((root / "model").glob("model-*.safetensors"))) > 5
+    return root / "model"
+
+
+def test_recorded_logprobs_are_vllms_own_however_it_schedules(models: tuple[Path, Path], exported: Path) -> None:
+    """Prompts whole and in chunks of 48 tokens among running requests, and a KV cache of 8 blocks for 12 requests. The
+    second engine loads what was exported: the same distributions."""
+    common = {"device": "cpu", "dtype": "float32", "max_num_seqs": 12}
+    [roomy] = run_ranks(f"{RANKS}:recorded", 1, model_dir=str(models[0]), num_blocks=None, **common)
+    [tight] = run_ranks(
+        f"{RANKS}:recorded", 1, model_dir=str(exported), num_blocks=9, max_num_batched_tokens=48, **common
+    )
     check_recorded(roomy)
     check_recorded(tight)
     assert roomy["ours"]["preempted"] == 0 < tight["ours"]["preempted"]
     assert tight["ours"]["batches"] > 1.5 * roomy["ours"]["batches"]
     check_distributions(roomy["ours"], tight["ours"], nats=1e-4)
-    assert tight["ours"]["tokens"] == roomy["ours"]["tokens"]  # scheduling changes no answer
+    assert tight["ours"]["tokens"] == roomy["ours"]["tokens"]  # neither scheduling nor export changes an answer
     lengths = {len(tokens) for tokens in roomy["ours"]["tokens"]}
     assert 61 in lengths and len(lengths) > 1  # some were stopped
 
