@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from rlhpc.checkpoint.manifest import FileEntry
 from rlhpc.errors import CheckpointError, RlhpcError, TrainingError
 
 if TYPE_CHECKING:  # a worker sets its environment before torch is first imported
-    from rlhpc.train.protocols import Trainer
+    from rlhpc.train.protocols import Trainer, TrainerState
 
 
 class RankSaver:
@@ -35,36 +36,37 @@ class RankSaver:
 
     def write(self, directory: Path, *, read_back: bool) -> list[FileEntry]:
         """Writes this rank's files into a pending checkpoint. Raises as `write_shard` does."""
-        from rlhpc.checkpoint.shards import write_shard
-
-        self._trainer.sleep()  # what is on a device goes to host memory
-        state = self._trainer.state_pieces()
-        return write_shard(
-            directory, self._rank, state.pieces, state.shapes, state.rank_tensors, state.scalars, read_back=read_back
-        )
+        return self._written(directory, self._state(), read_back)
 
     def begin(self, directory: Path, save_id: str, *, read_back: bool) -> None:
         """Returns when the state is copied; the report of its writing comes under `report_key`. Raises CheckpointError
         where there is no memory for the copy."""
-        from rlhpc.checkpoint.shards import write_shard
-
-        self._trainer.sleep()
-        state = self._trainer.state_pieces()
-        tensors = [tensor for _, tensor in state.pieces]
+        state = self._state()
         try:
-            copies = self._snapshot.take(tensors)
+            copies = self._snapshot.take([tensor for _, tensor in state.pieces])
         except OSError as error:
-            size = sum(tensor.nbytes for tensor in tensors) / 2**30
+            size = sum(tensor.nbytes for _, tensor in state.pieces) / 2**30
             raise CheckpointError(
                 f"rank {self._rank} has no {size:.2f} GiB of memory for a copy of its state: {error}; give the job "
                 "more (cluster.memory_gib_per_node), or set checkpoint.async_save=false"
             ) from error
-        pieces = [(piece, copy) for (piece, _), copy in zip(state.pieces, copies, strict=True)]
-        writing = self._thread.submit(
-            write_shard, directory, self._rank, pieces, state.shapes, state.rank_tensors, state.scalars,
-            read_back=read_back,
-        )  # fmt: skip
+        copied = replace(
+            state,
+            pieces=[(piece, copy) for (piece, _), copy in zip(state.pieces, copies, strict=True)],
+            rank_tensors={name: tensor.cpu().clone() for name, tensor in state.rank_tensors.items()},
+        )
+        writing = self._thread.submit(self._written, directory, copied, read_back)
         writing.add_done_callback(partial(self._report, save_id))
+
+    def _state(self) -> TrainerState:
+        self._trainer.sleep()  # what is on a device goes to host memory
+        return self._trainer.state_pieces()
+
+    def _written(self, directory: Path, state: TrainerState, read_back: bool) -> list[FileEntry]:
+        from rlhpc.checkpoint.shards import write_shard
+
+        parts = (state.pieces, state.shapes, state.rank_tensors, state.scalars)
+        return write_shard(directory, self._rank, *parts, read_back=read_back)
 
     def _report(self, save_id: str, writing: Future[list[FileEntry]]) -> None:
         error = writing.exception()
