@@ -37,6 +37,7 @@ def write_checkpoint(
     num_ranks: int = 3,
     frozen: Collection[str] = (),
     record: Mapping[str, float] | None = None,
+    cursor: Mapping[str, int] | None = None,
     layout: Mapping[str, int] | None = None,
     max_file_bytes: int = 2**20,
     chunk_bytes: int = 2**16,
@@ -56,7 +57,7 @@ def write_checkpoint(
             max_file_bytes=max_file_bytes,
             chunk_bytes=chunk_bytes,
         )
-    state = {"train": {"step": step, "cursor": {}, "record": dict(record or {})}, "wandb": None}
+    state = {"train": {"step": step, "cursor": dict(cursor or {}), "record": dict(record or {})}, "wandb": None}
     return store.commit(pending, entries, state, layout=layout or {"world_size": num_ranks}, config_digest="0123abcd")
 
 

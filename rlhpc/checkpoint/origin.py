@@ -88,10 +88,10 @@ def none_usable(place: Path, refused: list[str]) -> str:
 def last_start(run_dir: Path) -> Mapping[str, Any]:
     """{config, model} of the last start in a run directory; {} where there was none, or it can't be read."""
     try:
-        found: Mapping[str, Any] = json.loads((run_dir / RUN_NAME).read_text())
+        found = json.loads((run_dir / RUN_NAME).read_text())
     except (OSError, ValueError):
         return {}
-    return found
+    return found if isinstance(found, dict) else {}
 
 
 def age_s(manifest: CheckpointManifest) -> float:

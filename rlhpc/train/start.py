@@ -107,11 +107,11 @@ def describe_start(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[str]
     refused: list[str] = []
     for step, found in store.newest_first():
         if isinstance(found, CheckpointManifest):
-            told = [f"after step {step} from {_told(found)}", *refused]
+            told = [f"after step {step} from {_told(found)}", *(f"not from {reason}" for reason in refused)]
             if cfg.resume.from_ is not None:
                 told.append(f"resume.from={cfg.resume.from_} counts no more: the run has checkpoints of its own")
             return _aligned(told, differing(last_start(Path(cfg.run_dir)), cfg, model_config))
-        refused.append(f"step {step} can't be used: {found}")
+        refused.append(f"step {step}: {found}")
     if refused:
         raise CheckpointError(none_usable(store.root, refused))
     check_start(cfg, model_config)
