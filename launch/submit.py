@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from launch.modes import check_model_files, refuse_taken
-from rlhpc.cli.plan import checkpoint_bytes, describe
+from rlhpc.cli.plan import checkpoint_bytes, describe, too_little_memory
 from rlhpc.cli.resume import finished
 from rlhpc.cluster import preflight, storage, submission
 from rlhpc.cluster.job import Job, cpus_per_node, job_of
 from rlhpc.cluster.preflight import Cluster
 from rlhpc.cluster.submission import shown_path
-from rlhpc.config.checks import check_run
+from rlhpc.config.checks import check_run, device_of
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError, SlurmError
 from rlhpc.train.start import check_start, describe_start
@@ -82,7 +82,8 @@ def checked(runs: Sequence[RunConfig], models: Sequence[Mapping[str, Any]]) -> i
         if cluster.partitions:
             problems += preflight.limits(cfg, cluster, cpus_per_node(cfg))
             warnings += preflight.cautions(cfg, cluster)
-        size = checkpoint_bytes(cfg, model_config)
+        problems += too_little_memory(cfg, model_config, device_of(cfg))
+        size = checkpoint_bytes(model_config)
         problems += storage.refusals(cfg, elsewhere=cluster.elsewhere, checkpoint_bytes=size)
         warnings += storage.cautions(cfg, elsewhere=cluster.elsewhere)
     for warning in dict.fromkeys(warnings):

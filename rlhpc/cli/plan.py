@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from rlhpc.config.checks import device_of
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schema import RunConfig
 from rlhpc.layout.spec import ShardSpec
@@ -16,6 +17,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4  # Megatron's buffer, kept in float32
 MOMENT_BYTES = 8  # Adam's two, float32
 MASTER_BYTES = 4  # float32 copy of bfloat16 parameters
+SAVED_BYTES = MASTER_BYTES + MOMENT_BYTES  # of a parameter in a checkpoint: float32 weights are their own masters
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,18 @@ class RankMemory:
     @property
     def total(self) -> int:
         return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """Bytes of a node's memory that its ranks keep, without what processes and libraries take."""
+
+    ranks: int  # on a CPU all of a rank's memory, with GPUs the trainer's part of it, which sleeps there
+    checkpoint_copies: int  # what is written while training goes on
+
+    @property
+    def total(self) -> int:
+        return self.ranks + self.checkpoint_copies
 
 
 def parameter_counts(model_config: Mapping[str, Any]) -> tuple[int, int]:
@@ -74,11 +88,35 @@ def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMem
     ]
 
 
-def checkpoint_bytes(cfg: RunConfig, model_config: Mapping[str, Any]) -> int:
-    """Size of one checkpoint: weights, and the optimizer's state of every parameter once."""
-    dtype = cfg.actor_rollout_ref.model.dtype
-    per_element = DTYPE_BYTES[dtype] + MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
-    return parameter_counts(model_config)[0] * per_element
+def node_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: str) -> NodeMemory:
+    """Of the fullest node; `device` is "cpu" or "cuda"."""
+    per_node, dtype = cfg.trainer.n_gpus_per_node, cfg.actor_rollout_ref.model.dtype
+    optimizer_bytes = MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
+    nodes = []
+    memory = rank_memory(cfg, model_config)
+    for first in range(0, len(memory), per_node):
+        ranks = memory[first : first + per_node]
+        copies = sum(rank.optimizer // optimizer_bytes * SAVED_BYTES for rank in ranks)
+        asleep = sum(rank.trainer_weights + rank.optimizer + rank.reference_weights for rank in ranks)
+        held = sum(rank.total for rank in ranks) if device == "cpu" else asleep
+        nodes.append(NodeMemory(held, copies if cfg.checkpoint.async_save else 0))
+    return max(nodes, key=lambda node: node.total)
+
+
+def too_little_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: str) -> Iterator[str]:
+    """What is wrong with the memory that a job asks for, if anything."""
+    asked, needed = cfg.cluster.memory_gib_per_node, node_memory(cfg, model_config, device)
+    if asked is not None and asked * 2**30 < needed.total:
+        copies = f", {readable(needed.checkpoint_copies)} of that copies for checkpoint.async_save"
+        yield (
+            f"cluster.memory_gib_per_node={asked:g} is less than the {readable(needed.total)} that the ranks of a node "
+            f"keep in it{copies if needed.checkpoint_copies else ''}; set more, for processes and libraries too"
+        )
+
+
+def checkpoint_bytes(model_config: Mapping[str, Any]) -> int:
+    """Size of one checkpoint: masters and moments of every parameter once."""
+    return parameter_counts(model_config)[0] * SAVED_BYTES
 
 
 def describe(cfg: RunConfig, model_config: Mapping[str, Any]) -> str:
@@ -106,6 +144,7 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
     yield f"writes    {cfg.run_dir}"
     yield ""
     yield from _memory_table(rank_memory(cfg, model_config))
+    yield from _node_table(node_memory(cfg, model_config, device := device_of(cfg)), device)
 
 
 def _memory_table(memory: Sequence[RankMemory]) -> Iterator[str]:
@@ -114,6 +153,14 @@ def _memory_table(memory: Sequence[RankMemory]) -> Iterator[str]:
     yield f"memory of the fullest rank ({rank}), without activations and KV cache"
     for name, num_bytes in [*asdict(fullest).items(), ("total", fullest.total)]:
         yield f"  {name.replace('_', ' '):<18}{readable(num_bytes):>12}"
+
+
+def _node_table(node: NodeMemory, device: str) -> Iterator[str]:
+    yield "host memory of the fullest node, without processes and libraries"
+    rows = [("its ranks" if device == "cpu" else "sleeping trainers", node.ranks)]
+    rows += [("checkpoint copies", node.checkpoint_copies), ("total", node.total)]
+    for name, num_bytes in rows:
+        yield f"  {name:<18}{readable(num_bytes):>12}"
 
 
 def readable(num_bytes: float) -> str:

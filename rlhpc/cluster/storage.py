@@ -49,17 +49,17 @@ def cautions(cfg: RunConfig, *, elsewhere: bool) -> Iterator[str]:
 
 
 def _space(cfg: RunConfig, checkpoints: Path, checkpoint_bytes: int) -> Iterator[str]:
-    keep, disk = cfg.checkpoint.keep, os.statvfs(_existing(checkpoints))
+    keep, best, disk = cfg.checkpoint.keep, cfg.checkpoint.keep_best, os.statvfs(_existing(checkpoints))
     free = disk.f_bavail * disk.f_frsize
     there = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file()) if checkpoints.is_dir() else 0
-    needed = (keep + 1) * checkpoint_bytes  # the newest is whole before the oldest goes
+    needed = (keep + best + 1) * checkpoint_bytes  # the newest is whole before the oldest goes
     if free + there < needed:
-        fits = (free + there) // max(1, checkpoint_bytes) - 1
+        fits = (free + there) // max(1, checkpoint_bytes) - best - 1
         fix = f"set checkpoint.keep={fits}, or" if fits >= 1 else "free some, or"
         yield (
-            f"checkpoint.keep={keep} needs {needed / GIB:.4g} GiB for {keep + 1} checkpoints of "
-            f"{checkpoint_bytes / GIB:.4g} GiB, but {checkpoints} has {(free + there) / GIB:.4g} GiB; {fix} set "
-            "trainer.default_local_dir elsewhere"
+            f"checkpoint.keep={keep}{f' with keep_best={best}' if best else ''} needs {needed / GIB:.4g} GiB for "
+            f"{keep + best + 1} checkpoints of {checkpoint_bytes / GIB:.4g} GiB, but {checkpoints} has "
+            f"{(free + there) / GIB:.4g} GiB; {fix} set trainer.default_local_dir elsewhere"
         )
     if disk.f_files > 0 and disk.f_favail < FEW_INODES:
         yield f"{checkpoints}: its file system has {disk.f_favail} inodes left; remove files there, or choose another"

@@ -2,7 +2,14 @@
 
 from omegaconf import OmegaConf
 
-from rlhpc.cli.plan import parameter_counts, rank_memory, readable
+from rlhpc.cli.plan import (
+    checkpoint_bytes,
+    node_memory,
+    parameter_counts,
+    rank_memory,
+    readable,
+    too_little_memory,
+)
 from rlhpc.config.load import load
 from tests.unit.config.test_checks import MODEL
 
@@ -27,7 +34,7 @@ def test_published_size_of_qwen3_30b_a3b():
     assert round(active / 1e9, 1) == 3.4
 
 
-def memory(world_size, dtype, **megatron):
+def config(world_size, dtype, checkpoint=None, cluster=None, **megatron):
     cfg = {
         "actor_rollout_ref": {
             "model": {"path": "/m", "dtype": dtype},
@@ -36,8 +43,14 @@ def memory(world_size, dtype, **megatron):
         },
         "data": {"train_files": "/d"},
         "trainer": {"n_gpus_per_node": world_size},
+        "checkpoint": checkpoint or {},
+        "cluster": cluster or {},
     }
-    return rank_memory(load(OmegaConf.create(cfg)), MODEL)
+    return load(OmegaConf.create(cfg))
+
+
+def memory(world_size, dtype, **megatron):
+    return rank_memory(config(world_size, dtype, **megatron), MODEL)
 
 
 def test_rank_memory_by_hand():
@@ -61,6 +74,37 @@ def test_rank_memory_by_hand():
         (single.trainer_weights, single.gradients, single.optimizer)
         + (single.reference_weights, single.rollout_weights)
     )
+
+
+def test_node_memory_by_hand():
+    dense = 4 * (2 * 128 * 128 + 2 * 64 * 128 + 2 * 128 + 2 * 32 + 8 * 128) + 2 * 500 * 128 + 128
+    experts = 4 * 8 * 3 * 64 * 128
+    for dtype in ("bfloat16", "float32"):
+        cfg = config(4, dtype, expert_model_parallel_size=2)
+        # Every element is updated by one rank of its replicas: together the ranks copy masters and moments once.
+        copies = 12 * (dense + experts)
+        assert node_memory(cfg, MODEL, "cpu").checkpoint_copies == copies
+        everything = sum(rank.total for rank in rank_memory(cfg, MODEL))
+        assert node_memory(cfg, MODEL, "cpu").total == everything + copies
+    asleep = 2 * 2 * (4 * dense + 2 * experts) + 12 * (dense + experts)  # policy and reference, and the optimizer
+    bfloat16 = config(4, "bfloat16", expert_model_parallel_size=2)
+    assert node_memory(bfloat16, MODEL, "cuda").ranks == asleep
+    synchronous = config(4, "bfloat16", {"async_save": False}, expert_model_parallel_size=2)
+    assert node_memory(synchronous, MODEL, "cuda").total == asleep
+    assert checkpoint_bytes(MODEL) == copies
+
+
+def test_a_job_that_asks_for_less_memory_than_is_kept():
+    def problems(gib, **checkpoint):
+        cfg = config(4, "bfloat16", checkpoint, {"memory_gib_per_node": gib})
+        return list(too_little_memory(cfg, MODEL, "cuda"))
+
+    assert problems(1) == []
+    [line] = problems(0.01)
+    assert line.startswith("cluster.memory_gib_per_node=0.01 is less than the ")
+    assert "MiB of that copies for checkpoint.async_save; set more" in line
+    [line] = problems(0.01, async_save=False)
+    assert "copies" not in line
 
 
 def test_readable():
