@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -12,11 +11,10 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from rlhpc.checkpoint.durable import DiskFullError
 from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry
 from rlhpc.checkpoint.store import CheckpointStore, PendingCheckpoint
+from rlhpc.config.load import config_digest
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import CheckpointError, ClusterError, RlhpcError
@@ -57,7 +55,7 @@ class Saver:
         self._cfg, self._ranks, self._store = cfg.checkpoint, ranks, store
         self._progress, self._reporter = progress, reporter
         self._layout = asdict(trainer_layout(cfg))
-        self._digest = xxhash.xxh3_64_hexdigest(json.dumps(cfg.tree(), sort_keys=True).encode())
+        self._digest = config_digest(cfg)
         self._ids = count()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._given_up = threading.Event()
