@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlhpc.backends.megatron.fused import fused
 from rlhpc.data.types import PackedBatch
 from rlhpc.reshard.families import ModelFacts
 
@@ -104,9 +105,8 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """query [T, heads, head_dim], key and value [T, kv_heads, head_dim] -> [T, heads * head_dim]."""
         packed = packed_seq_params
-        query = _rotate(query, packed.cos, packed.sin)
-        key = _rotate(key, packed.cos, packed.sin)
-        if query.is_cuda and VARLEN_OPTIONS and self.scale is None and query.dtype != torch.float32:
+        query, key = _rotated(query, key, packed.cos, packed.sin)
+        if self.scale is None and flash_takes(query):
             return self._varlen(query, key, value, packed)
         return self._by_length(query, key, value, packed)
 
@@ -138,7 +138,21 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(outputs)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def flash_takes(query: torch.Tensor) -> bool:
+    """Whether torch has a flash attention over cu_seqlens for it: CUDA, 16 bits, heads of at most 256 elements, a
+    multiple of 8 (aten's flash_attn, 2.10 to 2.13). Everything else is batched by length."""
+    size = query.shape[-1]
+    return bool(VARLEN_OPTIONS) and query.is_cuda and query.element_size() == 2 and size <= 256 and size % 8 == 0
+
+
+@fused
+def _rotated(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary embedding of the half-split kind (arXiv 2104.09864, as Llama and Qwen store their weights)."""
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

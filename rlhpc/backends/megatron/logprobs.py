@@ -7,7 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CHUNK_LOGITS = 1 << 24  # float32 logits alive at once on a rank: 64 MiB
+from rlhpc.backends.megatron.fused import fused
+
+# Bytes of logits alive at once on a rank, in the model's dtype. On a CPU they are passed over in float32, and small
+# parts stay in its caches; a GPU needs thousands of rows to be busy with a product, and adds one [V, H] per part.
+CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 
 
 class VocabParallelLogprobs(torch.autograd.Function):
@@ -30,66 +34,84 @@ class VocabParallelLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        num, chunk = len(hidden), max(1, CHUNK_LOGITS // max(1, len(weight)))
-        log_z, label_logits, mean_logits = torch.zeros(3, num, dtype=torch.float32, device=hidden.device)
-        for part in _slices(num, chunk):
-            logits = _logits(hidden[part], weight, temperature)
-            largest = logits.amax(-1) if len(weight) else logits.new_full((len(logits),), -torch.inf)
-            _reduce(largest, group, dist.ReduceOp.MAX)
-            shifted = (logits - largest[:, None]).exp_()
-            at, mine = _local(labels[part], start, len(weight))
-            sums = torch.stack(
-                (
-                    shifted.sum(-1),
-                    (shifted * logits).sum(-1),
-                    torch.where(mine, logits.gather(1, at[:, None])[:, 0], 0) if len(weight) else largest * 0,
-                )
-            )
-            _reduce(sums, group, dist.ReduceOp.SUM)
-            log_z[part] = largest + sums[0].log()
-            mean_logits[part] = sums[1] / sums[0]
-            label_logits[part] = sums[2]
-        entropies = log_z - mean_logits
-        ctx.save_for_backward(hidden, weight, labels, log_z, entropies)
-        ctx.constants = start, temperature, chunk
-        return label_logits - log_z, entropies
+        num, rows = len(hidden), len(weight)
+        local = torch.where((labels >= start) & (labels < start + rows), labels - start, -1)  # -1: another rank's
+        largest = torch.full((num,), -torch.inf, device=hidden.device)
+        sums = torch.zeros(3, num, device=hidden.device)  # of exp(z), of exp(z) z, and of the label's z
+        for part in _chunks(num, weight):
+            logits = hidden[part] @ weight.t()
+            largest[part], sums[0, part], sums[1, part] = _statistics(logits, temperature)
+            own = logits.gather(1, local[part, None].clamp(min=0))[:, 0].float() / temperature
+            sums[2, part] = torch.where(local[part] >= 0, own, 0)
+        if group.size() > 1 and num:
+            own_largest = largest.clone()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            sums[:2] *= (own_largest - largest).exp()
+            dist.all_reduce(sums, group=group)
+        log_z = largest + sums[0].log()
+        entropies = log_z - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, weight, local, log_z, entropies)
+        ctx.temperature = temperature
+        return sums[2] - log_z, entropies
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropies: torch.Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, labels, log_z, entropies = ctx.saved_tensors
-        start, temperature, chunk = ctx.constants
-        grad_hidden = torch.empty_like(hidden)
+        hidden, weight, local, log_z, entropies = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for part in _slices(len(hidden), chunk):
-            logprobs = _logits(hidden[part], weight, temperature).sub_(log_z[part, None])
-            probs = logprobs.exp()
-            grad = torch.zeros_like(probs)
-            if grad_logprobs is not None:
-                at, mine = _local(labels[part], start, len(weight))
-                grad.sub_(probs * grad_logprobs[part, None])
-                grad.scatter_add_(1, at[:, None], torch.where(mine, grad_logprobs[part], 0)[:, None])
-            if grad_entropies is not None:  # dH/dz = -p (log p + H)
-                grad.sub_(probs * (logprobs + entropies[part, None]) * grad_entropies[part, None])
-            grad = grad.div_(temperature).to(hidden.dtype)
+        for part in _chunks(len(hidden), weight):
+            own, own_entropies = (None if g is None else g[part] for g in (grad_logprobs, grad_entropies))
+            logits = hidden[part] @ weight.t()
+            grad = _gradient(logits, local[part], log_z[part], own, entropies[part], own_entropies, ctx.temperature)
             grad_hidden[part] = grad @ weight
-            grad_weight += grad.t() @ hidden[part]
+            _add_product(grad_weight, grad.t(), hidden[part])
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _slices(num: int, chunk: int) -> list[slice]:
-    return [slice(i, min(i + chunk, num)) for i in range(0, num, chunk)]
+def _chunks(num: int, weight: torch.Tensor) -> list[slice]:
+    """None where the rank has no row of the vocabulary."""
+    if not len(weight):
+        return []
+    size = max(1, CHUNK_BYTES[weight.device.type] // (len(weight) * weight.element_size()))
+    return [slice(i, min(i + size, num)) for i in range(0, num, size)]
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    return torch.mm(hidden, weight.t()).float().div_(temperature)
+@fused
+def _statistics(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each row of z = logits / temperature: its largest element m, the sum of exp(z - m) and of exp(z - m) z."""
+    z = logits.float() / temperature
+    largest = z.amax(-1)
+    weights = (z - largest[:, None]).exp()
+    return largest, weights.sum(-1), (weights * z).sum(-1)
 
 
-def _local(labels: torch.Tensor, start: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row of each label in this rank's part (clamped into it) and whether it is really there."""
-    at = labels - start
-    return at.clamp(0, max(rows - 1, 0)), (at >= 0) & (at < rows)
+@fused
+def _gradient(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    log_z: torch.Tensor,
+    grad_logprobs: torch.Tensor | None,
+    entropies: torch.Tensor,
+    grad_entropies: torch.Tensor | None,
+    temperature: float,
+) -> torch.Tensor:
+    """Of the logits, in their dtype: d logprob / dz = [z is the label's] - p, and dH / dz = -p (log p + H)."""
+    logprobs = logits.float() / temperature - log_z[:, None]
+    factor = torch.zeros_like(logprobs) if grad_logprobs is None else -grad_logprobs[:, None]
+    if grad_entropies is not None:
+        factor = factor - (logprobs + entropies[:, None]) * grad_entropies[:, None]
+    grad = logprobs.exp() * factor
+    if grad_logprobs is not None:
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        grad = torch.where(columns == labels[:, None], grad + grad_logprobs[:, None], grad)
+    return (grad / temperature).to(logits.dtype)
 
 
-def _reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
-    if group.size() > 1:
-        dist.all_reduce(tensor, op=op, group=group)
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, with `total` in float32."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b

@@ -34,7 +34,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_values_and_gradients(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, rows_at_once: int, used: str
 ) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", rows_at_once * V)  # a memory budget
+    monkeypatch.setitem(logprobs.CHUNK_BYTES, "cpu", rows_at_once * V * 4)  # a memory budget
     hidden, weight, labels = inputs()
     found = VocabParallelLogprobs.apply(hidden, weight, labels, 0, TEMPERATURE, group)
     table = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
