@@ -21,6 +21,8 @@ LAYOUT = (
     f"{_ACTOR}.megatron.expert_model_parallel_size",
     f"{_ACTOR}.megatron.expert_tensor_parallel_size",
     f"{_ACTOR}.megatron.pipeline_model_parallel_size",
+    f"{_ACTOR}.megatron.overlap_grad_reduce",
+    f"{_ACTOR}.megatron.recompute_modules",
     f"{_ACTOR}.megatron.tensor_model_parallel_size",
     f"{_ACTOR}.ppo_max_token_len_per_gpu",
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu",

@@ -176,7 +176,22 @@ def _model(case: _Case) -> Iterator[str]:
     if case.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
         supported = ", ".join(map(str, CPU_HEAD_DIMS))
         yield f"{_ROLLOUT}: vLLM's CPU build has no attention for head_dim={facts.head_dim}, only for {supported}"
+    yield from _recompute(case)
     yield from (_experts if facts.num_experts else _dense_mlp)(case)
+
+
+def _recompute(case: _Case) -> Iterator[str]:
+    ref, parts = case.cfg.actor_rollout_ref, ("core_attn", "moe" if case.facts.num_experts else "mlp")
+    if unknown := set(ref.actor.megatron.recompute_modules) - set(parts):
+        yield (
+            f"{_MEGATRON}.recompute_modules has {', '.join(sorted(unknown))}; a layer of this model has "
+            f"{' and '.join(parts)}"
+        )
+    if ref.actor.megatron.recompute_modules and ref.model.enable_gradient_checkpointing:
+        yield (
+            f"{_MEGATRON}.recompute_modules={ref.actor.megatron.recompute_modules} adds nothing to "
+            "model.enable_gradient_checkpointing=true, which computes whole layers again; set one of them"
+        )
 
 
 def _experts(case: _Case) -> Iterator[str]:

@@ -19,7 +19,7 @@ def written(name: str) -> str:
 class ModelConfig:
     path: str = "???"  # directory with config.json, safetensors and tokenizer
     trust_remote_code: bool = False  # let the tokenizer run code from the model directory
-    enable_gradient_checkpointing: bool = False  # full activation recompute in the trainer
+    enable_gradient_checkpointing: bool = False  # the backward computes whole layers again, to save memory
     dtype: str = "bfloat16"  # float32 | bfloat16: the trainer's parameters and the engine's
 
 
@@ -45,6 +45,8 @@ class MegatronConfig:
     use_distributed_optimizer: bool = True  # optimizer state sharded over data-parallel ranks
     freeze_moe_router: bool = False  # router weights keep their initial values
     moe_aux_loss_coeff: float = 0.0  # weight of the load-balancing loss, which is summed over layers; 0: off
+    recompute_modules: list[str] = field(default_factory=list)  # run again in the backward: core_attn, moe (mlp)
+    overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks while the backward still runs
 
 
 @dataclass

@@ -115,9 +115,11 @@ def test_all_ranks_run_as_many_microbatches(world_size: int, outcomes: Callable[
             assert sum(rank["num_fillers"] for rank in ranks) == {2: 1, 4: 3}[case.layout.dp]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.recompute], ids=lambda case: case.name)
-def test_recomputing_activations_changes_no_bit(case: Case, outcomes: Callable[[int], Outcomes]) -> None:
-    kept = replace(case, recompute=False).name
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.recompute or case.parts or case.overlap], ids=lambda case: case.name
+)
+def test_recomputing_and_overlapping_change_no_bit(case: Case, outcomes: Callable[[int], Outcomes]) -> None:
+    kept = replace(case, recompute=False, parts=(), overlap=False).name
     for one, two in zip(outcomes(case.world_size)[kept], outcomes(case.world_size)[case.name], strict=True):
         assert one["metrics"] == two["metrics"]
         for index, logprobs in one["logprobs"].items():

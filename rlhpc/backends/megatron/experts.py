@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn.functional import silu
 
+from rlhpc.backends.megatron.fused import fused
 from rlhpc.layout.parallel import ParallelLayout
 
 
@@ -72,6 +73,9 @@ class PackedExperts(torch.nn.Module):
             # are more than one; and never a tensor-parallel duplicate when the gradient norm is taken.
             parameter.allreduce = False
             set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+            # torch's grouped product takes 16-bit rows of a multiple of 16 bytes (aten's _grouped_mm, 2.11 to 2.13).
+            grouped = parameter.dtype == torch.bfloat16 and config.hidden_size % 8 == 0 and width % 8 == 0
+            parameter.overwrites_main_grad = grouped
 
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
@@ -79,25 +83,53 @@ class PackedExperts(torch.nn.Module):
         """tokens [N, H] sorted by expert, tokens_per_expert [local_experts], probs [N] -> [N, H], no bias."""
         if torch.is_grad_enabled():  # recomputation runs the first forward without gradients
             self.load += tokens_per_expert.to(self.load.device, torch.int64)
-        if tokens.is_cuda:
-            return self._grouped(tokens, tokens_per_expert, probs), None
-        return self._one_by_one(tokens, tokens_per_expert, probs), None
-
-    def _one_by_one(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        if self.w13.overwrites_main_grad:
+            ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
+            hidden = GroupedProduct.apply(tokens, self.w13, ends)
+            return GroupedProduct.apply(_swiglu(hidden, probs[:, None]), self.w2, ends), None
         counts = tokens_per_expert.tolist()
         blocks = zip(
             tokens.split(counts), probs[:, None].split(counts), self.w13.unbind(), self.w2.unbind(), strict=True
         )
-        return torch.cat([_swiglu(x @ w13.t(), p) @ w2.t() for x, p, w13, w2 in blocks])
-
-    def _grouped(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        if tokens.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
-            return self._one_by_one(tokens, tokens_per_expert, probs)
-        ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
-        hidden = torch._grouped_mm(tokens, self.w13.transpose(1, 2), offs=ends)
-        return torch._grouped_mm(_swiglu(hidden, probs[:, None]), self.w2.transpose(1, 2), offs=ends)
+        return torch.cat([_swiglu(x @ w13.t(), p) @ w2.t() for x, p, w13, w2 in blocks]), None
 
 
+class GroupedProduct(torch.autograd.Function):
+    """x [N, K], weight [experts, M, K] -> [N, M]: rows up to ends[0] times weight[0].T, those up to ends[1] times
+    weight[1].T and so on; `ends` is int32 [experts].
+
+    Weights of Megatron's data-parallel model have a float32 `main_grad`. Their gradient goes there at once: copied
+    while `main_grad_is_stale` (Optimizer.zero_grad leaves it as it was), then added. That is half the traffic of
+    zeroing 4 bytes per parameter and adding to them, which for experts is more than their products need.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends) if len(x) else x.new_zeros(0, weight.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, ends = ctx.saved_tensors
+        if not len(x):
+            return torch.zeros_like(x), _to_main_grad(weight, torch.zeros_like(weight)), None
+        gradient = gradient.contiguous()
+        of_weight = torch._grouped_mm(gradient.t(), x, offs=ends)
+        return torch._grouped_mm(gradient, weight, offs=ends), _to_main_grad(weight, of_weight), None
+
+
+def _to_main_grad(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient, which autograd gives to the data-parallel model's hook: that only looks whether it is there."""
+    if (main_grad := getattr(weight, "main_grad", None)) is not None:
+        if weight.main_grad_is_stale:
+            main_grad.copy_(gradient)
+        else:
+            main_grad.add_(gradient)
+        weight.main_grad_is_stale, weight.grad_added_to_main_grad = False, True
+    return gradient
+
+
+@fused
 def _swiglu(hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up * routing weight. The weight stands before the linear down projection, as in Megatron."""
     gate, up = hidden.chunk(2, dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences, rotary_frequencies
+from rlhpc.backends.megatron.dispatch import Dispatcher
 from rlhpc.backends.megatron.experts import PackedExperts, Router
 from rlhpc.backends.megatron.logprobs import VocabParallelLogprobs
 from rlhpc.backends.megatron.norm import RMSNorm
@@ -37,9 +39,16 @@ _SPLIT_MODULES = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbeddin
 
 
 def transformer_config(
-    facts: ModelFacts, layout: ParallelLayout, dtype: torch.dtype, *, recompute: bool, balance_coeff: float = 0.0
+    facts: ModelFacts,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    *,
+    recompute: bool,
+    recompute_modules: Sequence[str] = (),
+    balance_coeff: float = 0.0,
 ) -> TransformerConfig:
-    """What Megatron needs of `facts`. Losses carry their global normaliser, so gradients are plain sums over
+    """What Megatron needs of `facts`. The backward computes whole layers again (`recompute`), or these parts of each:
+    core_attn, mlp, moe. Losses carry their global normaliser, so gradients are plain sums over
     microbatches and data-parallel ranks: calculate_per_token_loss without a token count does just that."""
     return TransformerConfig(
         num_layers=facts.num_layers,
@@ -83,7 +92,8 @@ def transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        recompute_granularity="full" if recompute else None,
+        recompute_granularity="full" if recompute else "selective" if recompute_modules else None,
+        recompute_modules=list(recompute_modules),
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
@@ -143,6 +153,8 @@ class PolicyModel(GPTModel):
             share_embeddings_and_output_weights=facts.tied_embeddings,
         )
         self.register_buffer("frequencies", rotary_frequencies(facts), persistent=False)
+        for layer in self.decoder.layers if facts.num_experts else ():
+            layer.mlp.token_dispatcher = Dispatcher.of(layer.mlp)
         for module in self.modules():  # Megatron marks them while initialising, which is skipped
             dim = 1 if isinstance(module, RowParallelLinear) else 0
             if isinstance(module, _SPLIT_MODULES) and module.weight is not None:

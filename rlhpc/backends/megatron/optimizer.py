@@ -76,7 +76,15 @@ class Optimizer:
         return [part for part in parts if not part.is_stub_optimizer]
 
     def zero_grad(self) -> None:
-        self._model.zero_grad_buffer()
+        """As Megatron's zero_grad_buffer, but that experts' gradients are left to be overwritten by the next ones
+        (experts.GroupedProduct): zeroing them takes as long as writing them."""
+        for parameter in self._model.params_with_grad:
+            parameter.grad_added_to_main_grad, parameter.main_grad_is_stale = False, True
+        for buffer in (*self._model.buffers, *self._model.expert_parallel_buffers):
+            if not all(getattr(parameter, "overwrites_main_grad", False) for parameter in buffer.params):
+                buffer.reset()
+        for group in (*self._model.bucket_groups, *self._model.expert_parallel_bucket_groups):
+            group.reset()
         self._chained.zero_grad()
 
     def gradient_norm(self) -> float:
@@ -87,10 +95,11 @@ class Optimizer:
     def apply(self, norm: float) -> float:
         """Clips by `norm`, takes one step and gathers the parameters. Returns the learning rate used."""
         self.schedule.step(increment=1)
-        factor = self._clip / (norm + 1e-6)
-        if self._clip > 0 and factor < 1:
-            grads = [shard.grad for part in self._parts() for shard in part.get_parameters() if shard.grad is not None]
-            torch._foreach_mul_(grads, factor)
+        excess = (norm + 1e-6) / self._clip if self._clip > 0 else 0.0
+        device = next(self._model.module.parameters()).device
+        for part in self._parts():  # torch's fused AdamW divides by grad_scale as it goes; found_inf belongs to it
+            part.optimizer.grad_scale = torch.tensor(excess, device=device) if excess > 1 else None
+            part.optimizer.found_inf = torch.zeros((), device=device) if excess > 1 else None
         self._chained.step_with_ready_grads()
         return float(self._chained.param_groups[0]["lr"])
 

@@ -80,9 +80,15 @@ class MegatronTrainer:
                 parameter.requires_grad_(not name.endswith("mlp.router.weight"))
         self._policy = DistributedDataParallel(
             policy.config,
-            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=cfg.actor_rollout_ref.actor.megatron.overlap_grad_reduce,
+            ),
             policy,
         )
+        if self._policy.ddp_config.overlap_grad_reduce:
+            policy.config.no_sync_func = self._policy.no_sync  # only the last microbatch's gradients are whole
         policy.config.finalize_model_grads_func = _sum_gradients
         self._optimizer = Optimizer(self._policy, cfg.actor_rollout_ref.actor.optim, _optimizer_steps(cfg))
         needs_reference = cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
@@ -97,6 +103,7 @@ class MegatronTrainer:
             self._layout,
             DTYPES[model_cfg.dtype],
             recompute=model_cfg.enable_gradient_checkpointing,
+            recompute_modules=self._cfg.actor_rollout_ref.actor.megatron.recompute_modules,
             balance_coeff=self._balance_coeff,
         )
         model = PolicyModel(config, self._facts)

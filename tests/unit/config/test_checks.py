@@ -166,6 +166,16 @@ def test_allowed(overrides, world_size):
         ({f"{ACTOR}.optim.lr_decay_style": "cosine"}, 4, ["lr_decay_style=cosine", "total_training_steps"]),
         ({"trainer.balance_batch": False}, 4, ["balance_batch=false", "set true"]),
         ({f"{M}.moe_aux_loss_coeff": -0.01}, 4, ["moe_aux_loss_coeff=-0.01", "at least 0"]),
+        (
+            {f"{M}.recompute_modules": ["mlp"]},
+            4,
+            ["recompute_modules has mlp; a layer of this model has core_attn and moe"],
+        ),
+        (
+            {f"{M}.recompute_modules": ["moe"], "actor_rollout_ref.model.enable_gradient_checkpointing": True},
+            4,
+            ["recompute_modules=['moe'] adds nothing", "set one of them"],
+        ),
         ({f"{M}.use_distributed_optimizer": False}, 4, ["use_distributed_optimizer=false", "set true"]),
         ({"trainer.nnodes": 2}, 4, ["trainer.nnodes=2 needs launch=slurm, or launch=allocation inside a job"]),
         ({"cluster.nodes": 2}, 4, ["trainer.nnodes=2 needs launch=slurm"]),
