@@ -14,6 +14,7 @@ from rlhpc.data.packing import TokenSequence, pack, split_by_sequence
 from rlhpc.reshard.execute import Resharder
 from rlhpc.reshard.plan import plan
 from rlhpc.reshard.verify import verify
+from tests.distributed.checkpoint_ranks import save
 from tests.distributed.megatron_ranks import VOCAB, forget_groups, make_trainer, one_step, train
 from tests.distributed.vllm_ranks import engine, spec
 
@@ -44,7 +45,7 @@ def all_cases(cases: Mapping[str, Case], out_dir: Path) -> dict[str, dict[str, A
 
 def _case(name: str, case: Case, out_dir: Path) -> dict[str, Any]:
     """One optimizer step from the file's weights. Then from them again: export, publish, sample; two steps of
-    training; export, publish, sample."""
+    training; checkpoint, export, publish, sample."""
     outcome: dict[str, Any] = {"step": one_step(case.model_dir, case.sizes, max_tokens=40)}
     forget_groups()
     trainer = make_trainer(case.model_dir, case.sizes)
@@ -54,6 +55,7 @@ def _case(name: str, case: Case, out_dir: Path) -> dict[str, Any]:
         for version, stage in enumerate(("loaded", "trained")):
             if stage == "trained":
                 list(train(trainer, range(2)))
+                save(trainer, out_dir / name / "run/checkpoints")
             trainer.save_hf(out_dir / name / stage)
             source, sink = trainer.source_buffers(), running.begin_publish()
             resharder.run(source, sink)

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from rlhpc.cli.main import main
 from tests.distributed.family_ranks import Case
 from tests.distributed.megatron_reference import assert_equal_steps, transformers_step
 from tests.distributed.ranks import run_ranks
 from tests.hf_files import read_tensors
+from tests.saved_runs import write_run
 from tests.tiny_family import write_tiny_family
 
 LLAMA3 = {
@@ -106,3 +108,13 @@ def test_files_come_back_bit_by_bit(name: str, root: Path, ranks: list[dict[str,
     for key, tensor in source.items():
         assert torch.equal(tensor, loaded[key]), key
         assert not torch.equal(tensor, trained[key]), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_is_exported_as_what_the_trainer_holds(name: str, root: Path, ranks: list[dict[str, Any]]) -> None:
+    """Through its optimizer's flat ranges, the same bits as gathering the parameters gives."""
+    run = write_run(root / name / "run", root / "models" / name)
+    assert main(["export", str(run), str(root / name / "exported"), "--shard-size", "200KB"]) == 0
+    exported, trained = read_tensors(root / name / "exported"), read_tensors(root / name / "trained")
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[key], tensor) for key, tensor in trained.items())
