@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from rlhpc.checkpoint.manifest import CheckpointManifest
 from rlhpc.checkpoint.pieces import Index, Piece
 from rlhpc.data.types import Completion, PackedBatch
 from rlhpc.layout.spec import ShardSpec
@@ -110,7 +109,7 @@ class Trainer(WeightSource, Protocol):
         """This rank's part of the training state. Not collective."""
         ...
 
-    def load_checkpoint(self, manifest: CheckpointManifest) -> None:
+    def load_checkpoint(self, directory: Path) -> None:
         """Goes on from a checkpoint of any layout and number of ranks, with the weights in place for the next step.
 
         Under the layout that wrote it, random generators too go on where they were; else they begin with the run's

@@ -143,8 +143,9 @@ class Ranks:
         """Waits until no rank is at anything: after one failed, others may still be writing."""
         self._caller.call("describe")
 
-    def load(self, manifest: Any, waiting: Callable[[], None]) -> None:
-        self._caller.call("load", waiting=waiting, manifest=manifest)
+    def load(self, directory: Path, waiting: Callable[[], None]) -> None:
+        """The whole state of a committed checkpoint, whose manifest every rank reads by itself."""
+        self._caller.call("load", waiting=waiting, directory=str(directory))
 
     def load_weights(self, source: Path, waiting: Callable[[], None]) -> None:
         """From an HF directory or a committed checkpoint; the rest of the trainer stays as at the start."""

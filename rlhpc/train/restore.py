@@ -109,7 +109,7 @@ def newest_loadable(
 
 def _load_all(run: Run, manifest: CheckpointManifest) -> None:
     run.cursor.load(_state_of(manifest).cursor)  # refuses other data before the ranks read anything
-    _settled(run, lambda: run.ranks.load(manifest, run.stop.check))
+    _settled(run, lambda: run.ranks.load(manifest.directory, run.stop.check))
 
 
 def _load_weights(run: Run, manifest: CheckpointManifest) -> None:

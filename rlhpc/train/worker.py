@@ -166,8 +166,8 @@ class RankWorker:
         """Copies this rank's state and has a thread write it, which reports in the store where the ranks met."""
         self._saver.begin(Path(directory), save_id, read_back=read_back)
 
-    def load(self, manifest: Any) -> None:
-        self.trainer.load_checkpoint(manifest)
+    def load(self, directory: str) -> None:
+        self.trainer.load_checkpoint(Path(directory))
 
     def load_weights(self, source: str) -> None:
         self.trainer.load_weights(Path(source))

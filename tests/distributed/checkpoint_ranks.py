@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.shards import write_shard
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.errors import RlhpcError
@@ -44,7 +43,7 @@ def resume(
 ) -> dict[str, Any]:
     """Takes the same two steps after a load, which it saves again."""
     trainer = make_trainer(model_dir, sizes, **settings)
-    trainer.load_checkpoint(read_manifest(load_from))
+    trainer.load_checkpoint(load_from)
     save(trainer, save_to)
     return go_on(trainer, step)
 
@@ -62,7 +61,7 @@ def refusal(load_from: Path, model_dir: Path, sizes: Mapping[str, int], **settin
     """The error of a load that fails, perhaps on one rank alone."""
     trainer = make_trainer(model_dir, sizes, **settings)
     try:
-        trainer.load_checkpoint(read_manifest(load_from))
+        trainer.load_checkpoint(load_from)
     except RlhpcError as error:
         return f"{type(error).__name__}: {error}"
     return "loaded"

@@ -27,7 +27,7 @@ from rlhpc.backends.megatron.model import PolicyModel, transformer_config
 from rlhpc.backends.megatron.offload import HostCopy
 from rlhpc.backends.megatron.optimizer import Optimizer
 from rlhpc.backends.megatron.state import TrainingState, told_to_all
-from rlhpc.checkpoint.manifest import CheckpointManifest
+from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.types import PackedBatch
@@ -277,11 +277,11 @@ class MegatronTrainer:
         """See Trainer. Tensors are live, valid until the next step; asleep, their copies in host memory."""
         return self._state.saved(self._host.resident)
 
-    def load_checkpoint(self, manifest: CheckpointManifest) -> None:
+    def load_checkpoint(self, directory: Path) -> None:
         """See Trainer. The trainer is awake afterwards."""
         self.wake()
         with told_to_all():
-            self._state.load(manifest, self._layout, self._cfg.seed)
+            self._state.load(read_manifest(directory), self._layout, self._cfg.seed)
         self._optimizer.publish_masters()
 
     def load_weights(self, source: Path) -> None:
