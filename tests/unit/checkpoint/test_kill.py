@@ -1,97 +1,92 @@
 """kill -9 at every system call of a save and at random moments: the newest committed step always loads, whole."""
 
+import json
 import os
 import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
-import torch
+import pytest
 
-from rlhpc.checkpoint.shards import read_rank_state
+from rlhpc.checkpoint.manifest import FileEntry
 from rlhpc.checkpoint.store import CheckpointStore
-
-NUM_RANKS = 2
-
-
-def shards(step: int, num_values: int) -> list[tuple[dict[str, torch.Tensor], dict[str, object]]]:
-    return [({"weight": torch.full((num_values,), float(step + rank))}, {"step": step}) for rank in range(NUM_RANKS)]
+from tests.unit.checkpoint.saves import NUM_RANKS, at_disk_call, in_child, loaded_step, save, write_rank
 
 
-def loaded_step(root: Path) -> int:
-    """The step that a restart would go on from, having compared every value of every rank with it."""
-    manifest = CheckpointStore(root).load_latest()
-    assert manifest is not None
-    assert manifest.state == {"step": manifest.step}
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A directory that outlives processes, not the machine (test_power cuts that): nothing waits for a disk."""
+    with tempfile.TemporaryDirectory(prefix="rlhpc-test-", dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_as_driver(root: Path, step: int, victim: str, call: int) -> None:
+    """A save by a driver and two ranks, processes of their own that answer through pipes, and the deletion of what is
+    older. The victim dies at its n-th disk call; a driver that misses an answer gives the save up."""
+    if victim == "driver":
+        at_disk_call(call, die)
+    store = CheckpointStore(root)
+    pending = store.begin(step)
+
+    def run_rank(rank: int, answer: int) -> None:
+        sys.setprofile(None)  # the driver's
+        if victim == f"rank {rank}":
+            at_disk_call(call, die)
+        entries = write_rank(pending, rank, read_back=True)
+        sys.setprofile(None)
+        os.write(answer, json.dumps([entry.to_json() for entry in entries]).encode())
+
+    answers = []
     for rank in range(NUM_RANKS):
-        tensors, scalars = read_rank_state(manifest, rank)
-        assert scalars == {"step": manifest.step}
-        assert tensors["weight"].unique().tolist() == [manifest.step + rank]
-    return manifest.step
+        read_end, write_end = os.pipe()
+        in_child(lambda rank=rank, write_end=write_end: run_rank(rank, write_end))
+        os.close(write_end)
+        answers.append(read_end)
+    told = [os.read(answer, 1 << 20) for answer in answers]
+    if not all(told):
+        store.abandon(pending)
+        raise SystemExit(3)
+    store.commit(pending, [FileEntry.from_json(e) for text in told for e in json.loads(text)], {"step": step})
+    store.retain(1)
 
 
-def in_child(body: Callable[[], None]) -> int:
-    """Forks a process that runs `body`; returns its pid."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            body()
-        finally:
-            os._exit(0 if sys.exc_info()[0] is None else 1)
-    return pid
-
-
-def kill_at(event: int) -> None:
-    """Has this process kill itself at its n-th entry to a C function that touches the disk."""
-    modules = ("posix", "_io", "safetensors._safetensors_rust")
-    seen = 0
-
-    def profile(frame: FrameType, what: str, function: object) -> None:
-        nonlocal seen
-        owner = type(getattr(function, "__self__", None)).__module__
-        if what == "c_call" and (getattr(function, "__module__", None) in modules or owner in modules):
-            if seen == event:
-                os.kill(os.getpid(), signal.SIGKILL)
-            seen += 1
-
-    sys.setprofile(profile)
-
-
-def test_killed_at_every_system_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["driver", "rank 1"])
+def test_killed_at_every_system_call(in_memory: Path, victim: str) -> None:
     outcomes = []
-    begun = tmp_path / "begun"
-    CheckpointStore(begun).save(1, shards(1, 10), {"step": 1})
-    CheckpointStore(begun).save(2, shards(2, 10), {"step": 2})
+    begun = in_memory / "begun"
+    save(CheckpointStore(begun), 2)
     (begun / "owner.json").unlink()  # this process's, which lives on
-    for event in range(10_000):
-        root = tmp_path / str(event)
+    for call in count():
+        root = in_memory / str(call)
         shutil.copytree(begun, root)
-
-        def save_and_retire(root: Path = root, event: int = event) -> None:
-            child = CheckpointStore(root)
-            kill_at(event)
-            child.save(3, shards(3, 10), {"step": 3})
-            child.retain(1)
-
-        _, status = os.waitpid(in_child(save_and_retire), 0)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0
-            break
-        assert os.WTERMSIG(status) == signal.SIGKILL
+        ended, living = os.pipe()  # whose other end the driver and its ranks hold while they live
+        _, status = os.waitpid(in_child(lambda root=root, call=call: save_as_driver(root, 3, victim, call)), 0)
+        os.close(living)
+        assert os.read(ended, 1) == b""
+        os.close(ended)
         outcomes.append(loaded_step(root))
         store = CheckpointStore(root)
-        store.save(4, shards(4, 10), {"step": 4})  # a restart isn't blocked by what is left,
+        save(store, 4)  # a restart isn't blocked by what is left,
         assert not list(root.glob("tmp-*"))  # and clears it away
         assert loaded_step(root) == 4
-        steps = [int(path.name.removeprefix("step-")) for path in root.glob("step-*")]
-        assert all(store.has(step) for step in steps)  # nothing half-deleted keeps a committed name
+        assert all(store.has(step) for step in store.steps())  # nothing half-deleted keeps a committed name
+        shutil.rmtree(root)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
+            break
+        assert os.WIFSIGNALED(status) if victim == "driver" else os.WEXITSTATUS(status) == 1  # by SystemExit
 
-    assert len(outcomes) > 80, "the save has become so short that the hook must be missing its system calls"
+    assert len(outcomes) > {"driver": 30, "rank 1": 15}[victim], "the hook misses calls"
     assert outcomes == sorted(outcomes) and set(outcomes) == {2, 3}  # one instant separates old from new
 
 
@@ -105,7 +100,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         step = manifest.step if manifest else 0
         while True:
             step += 1
-            store.save(step, shards(step, 300_000), {"step": step})
+            save(store, step)
             os.write(write_end, f"{step}\n".encode())
             store.retain(2)
 

@@ -1,0 +1,86 @@
+"""A power cut at every system call of a save: what was flushed is there, nothing else is, and the newest committed step
+loads whole. The file system is a real one, which is told to forget what it has not yet written (ext4's shutdown)."""
+
+import fcntl
+import os
+import shutil
+import signal
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from rlhpc.checkpoint.store import CheckpointStore
+from tests.unit.checkpoint.saves import at_disk_call, in_child, loaded_step, save
+
+EXT4_IOC_SHUTDOWN = 0x8004587D  # _IOR('X', 125, __u32)
+NOLOGFLUSH = 2  # neither data nor the journal's open transaction reach the device
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """The image of a small ext4 that holds step 2."""
+    if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
+        pytest.skip("cutting a file system's power needs root and mkfs.ext4; test_kill covers processes without")
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(8 * 2**20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-b", "1024", image], check=True)
+    with mounted(image) as root:
+        save(CheckpointStore(root), 2)
+        (root / "owner.json").unlink()  # this process's, which lives on
+    return image
+
+
+@contextmanager
+def mounted(image: Path) -> Iterator[Path]:
+    directory = image.with_name("mounted")
+    directory.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-o", "loop", image, directory], check=True)
+    try:
+        root = directory / "checkpoints"
+        root.mkdir(exist_ok=True)
+        yield root
+    finally:
+        subprocess.run(["umount", directory], check=True)
+
+
+def cut_power(root: Path) -> Callable[[], None]:
+    fd = os.open(root, os.O_RDONLY)
+
+    def cut() -> None:
+        fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", NOLOGFLUSH))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return cut
+
+
+def test_a_power_cut_at_every_system_call(disk: Path, tmp_path: Path) -> None:
+    outcomes = []
+    image = tmp_path / "copy"
+
+    def save_and_retire(root: Path, call: int) -> None:
+        at_disk_call(call, cut_power(root))
+        store = CheckpointStore(root)
+        save(store, 3)
+        store.retain(1)
+
+    for call in count():
+        subprocess.run(["cp", "--sparse=always", disk, image], check=True)
+        with mounted(image) as root:
+            _, status = os.waitpid(in_child(lambda root=root, call=call: save_and_retire(root, call)), 0)
+        with mounted(image) as root:
+            outcomes.append(loaded_step(root))
+            save(CheckpointStore(root), 4)
+            assert not list(root.glob("tmp-*"))
+            assert loaded_step(root) == 4
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    assert len(outcomes) > 45, "the hook misses calls"
+    assert outcomes == sorted(outcomes) and set(outcomes) == {2, 3}
