@@ -18,7 +18,7 @@ from rlhpc.cluster.submission import shown_path
 from rlhpc.config.checks import check_run, device_of
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError, SlurmError
-from rlhpc.train.start import check_start, describe_start
+from rlhpc.train.start import describe_start
 
 
 def submit_run(cfg: RunConfig) -> int:
@@ -28,10 +28,9 @@ def submit_run(cfg: RunConfig) -> int:
     if not cfg.launch.dry_run:
         check_model_files(cfg, model_config)
         refuse_taken(cfg, model_config)
-        check_start(cfg, model_config)
-    job = job_of(cfg)
+    start, job = describe_start(cfg, model_config), job_of(cfg)
     if cfg.launch.dry_run:
-        print(describe(cfg, model_config), "", *describe_start(cfg, model_config), *scripts([job]), sep="\n", end="")
+        print(describe(cfg, model_config), "", *start, *scripts([job]), sep="\n", end="")
         return 0
     with submission.submitting(job.folder):
         if finished(cfg):
@@ -44,6 +43,7 @@ def submit_run(cfg: RunConfig) -> int:
         f"submitted job {made.job_id}: {asked(cfg)}",
         f"  run dir  {shown}",
         f"  log      {log}",
+        f"  {start[0].replace('    ', '   ', 1)}",
         f"  rlhpc status {shown}      what it does now, or why it waits",
         f"  rlhpc logs -f {shown}     follow it",
         f"  rlhpc cancel {shown}      end it for good",

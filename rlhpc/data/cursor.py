@@ -58,8 +58,8 @@ class PromptCursor:
         ]
         if differing:
             raise DataError(
-                f"the prompt cursor can't resume ({'; '.join(differing)}); restore these settings and files, "
-                "or start anew with trainer.resume_mode=disable and another run_dir"
+                f"the prompt cursor can't resume ({'; '.join(differing)}); restore these settings and files, or begin "
+                "anew in another run_dir: resume.from=RUN resume.what=weights takes the weights along"
             )
         self._seek(int(state["num_batches_drawn"]))
 

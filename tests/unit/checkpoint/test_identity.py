@@ -23,6 +23,7 @@ def test_what_may_change_is_taken_over(tmp_path: Path) -> None:
     cfg = RunConfig()
     check_identity(tmp_path, cfg.tree(), MODEL, trained=True)
     cfg.trainer.total_training_steps, cfg.trainer.logger, cfg.checkpoint.keep = 500, ["console", "wandb"], 9
+    cfg.trainer.n_gpus_per_node, cfg.actor_rollout_ref.actor.megatron.tensor_model_parallel_size = 4, 2
     check_identity(tmp_path, cfg.tree(), MODEL, trained=True)
     stored = json.loads((tmp_path / "run.json").read_text())["config"]
     assert stored["trainer"]["total_training_steps"] == 500 and stored["checkpoint"]["keep"] == 9

@@ -147,6 +147,13 @@ def test_allowed(overrides, world_size):
         ({"trainer.critic_warmup": 1}, 4, ["critic_warmup=1", "set 0"]),
         ({"trainer.resume_mode": "resume_path"}, 4, ["resume_mode=resume_path with resume_from_path=None"]),
         ({"trainer.resume_from_path": "/c"}, 4, ["resume_mode=auto with resume_from_path=/c"]),
+        (
+            {"trainer.resume_from_path": "/c", "trainer.resume_mode": "resume_path", "resume.from": "/d"},
+            4,
+            ["resume.from=/d and trainer.resume_from_path=/c mean the same; set one"],
+        ),
+        ({"resume.what": "weights"}, 4, ["resume.what=weights needs something to take from; set resume.from"]),
+        ({"resume.from": "/c", "resume.what": "model"}, 4, ["resume.what='model' is unknown", "choose all, weights"]),
         ({"reward.name": "gsm8"}, 4, ["reward.name='gsm8' is unknown", "gsm8k", "FILE.py:FUNCTION"]),
         ({"reward.name": "nowhere.py:score"}, 4, ["there is no file", "nowhere.py"]),
         ({"trainer.test_freq": 5}, 4, ["trainer.test_freq=5 needs data.val_files"]),

@@ -172,6 +172,17 @@ def test_no_verl_entry_shadows_a_key_of_the_schema():
     assert not set(VERL_KEYS) & set(known_keys())
 
 
+def test_a_keyword_of_python_is_a_key_like_others(tmp_path, monkeypatch):
+    import yaml
+
+    monkeypatch.chdir(tmp_path)
+    cfg = load(REQUIRED | {"resume": {"from": "other", "what": "weights"}})
+    assert (cfg.resume.from_, cfg.tree()["resume"]["from"]) == (str(tmp_path / "other"),) * 2
+    assert load(yaml.safe_load(to_yaml(cfg))) == cfg and "resume.from" in known_keys()
+    assert diff(load(REQUIRED), cfg)[0] == ("resume.from", None, str(tmp_path / "other"))
+    assert violations({"resume": {"from": 3, "from_": 4}}) == ["unknown key resume.from_; did you mean resume.from?"]
+
+
 def test_partial_tree_is_judged_alone():
     assert violations({"trainer": {"nnodes": 2}}) == []
     assert violations({"trainer": {"nnodes": "2"}}) == ["trainer.nnodes='2' has type str; expected int"]

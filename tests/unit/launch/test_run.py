@@ -128,6 +128,7 @@ def test_points_of_a_sweep_write_apart(tmp_path):
     assert done.returncode == 0, done.stderr
     written = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("writes ")]
     assert written == [str(tmp_path / "outputs/tiny/arithmetic" / point) for point in "01"]
+    assert done.stdout.count(f"starts    at step 0 from {tmp_path / 'model'}\n") == 2
 
 
 def test_a_failed_point_ends_the_sweep(tmp_path):
