@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhpc.backends.megatron import attention, dispatch, experts, logprobs
+from rlhpc.backends.megatron import attention, dispatch, experts, logprobs, norm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,6 +42,8 @@ def cases() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
             (logprobs._gradient, (logits, labels, log_z, g, entropies, g * 0.1, 0.7)),
             (experts._swiglu, (randn(n, 64).requires_grad_(), torch.rand(n, 1, device="cuda", requires_grad=True))),
             (attention._rotated, (randn(n, 8, 16).requires_grad_(), randn(n, 2, 16), randn(n, 1, 16), randn(n, 1, 16))),
+            (norm._token_norm, (randn(n, 1024).requires_grad_(), randn(1024).requires_grad_(), 1e-6)),
+            (norm._head_norm, (randn(n * 8, 64).requires_grad_(), randn(64).requires_grad_(), 1e-6)),
             (dispatch._sum_of, (randn(n * 4, 32), torch.randperm(n * 4, device="cuda").view(n, 4))),
         ]
     return made

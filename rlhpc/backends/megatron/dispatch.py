@@ -43,7 +43,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         places[order] = torch.arange(len(order), device=order.device)
         self._rows, self._places = order // experts.shape[1], places.view_as(experts)
         tokens = _ToExperts.apply(hidden_states.view(-1, self.hidden_shape[-1]), self._rows, self._places)
-        return tokens, probs.gather(1, experts).flatten()[order]
+        return tokens, probs.gather(1, experts).flatten().index_select(0, order)
 
     def token_dispatch(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return (tokens, probs) if self._holds_all else super().token_dispatch(tokens, probs)
@@ -68,8 +68,8 @@ def by_expert(routing_map: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torc
     """The experts of each token, int64 [T, top_k], ascending; and where the sorted tokens stand in that table when
     flattened, int64 [T * top_k]: expert by expert, tokens ascending. `routing_map` is bool [T, experts] with top_k
     true in every row."""
-    experts = routing_map.to(torch.int8).topk(top_k, dim=1).indices.sort(dim=1).values
-    return experts, experts.flatten().argsort(stable=True)
+    pairs = routing_map.nonzero_static(size=len(routing_map) * top_k)
+    return pairs[:, 1].view(-1, top_k), pairs[:, 1].argsort(stable=True)
 
 
 class _ToExperts(torch.autograd.Function):

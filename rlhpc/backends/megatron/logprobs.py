@@ -73,6 +73,7 @@ def _chunks(num: int, weight: torch.Tensor) -> list[slice]:
     if not len(weight):
         return []
     size = max(1, CHUNK_BYTES[weight.device.type] // (len(weight) * weight.element_size()))
+    size = size // 256 * 256 or size  # whole tiles of a product
     return [slice(i, min(i + size, num)) for i in range(0, num, size)]
 
 
