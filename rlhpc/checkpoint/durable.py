@@ -16,7 +16,7 @@ T = TypeVar("T")
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # no space, quota, RLIMIT_FSIZE
 LATE = frozenset({errno.ENOENT, errno.ESTALE})  # what one node of a network file system sees of another's rename
 PATIENCE_S = 60.0  # an NFS client believes for up to a minute (acdirmax) what it last knew of a directory
-NETWORK = ("9p", "beegfs", "ceph", "cifs", "fuse", "gpfs", "lustre", "nfs", "smb", "weka", "wekafs")
+LAGGING = ("9p", "cifs", "fuse", "nfs", "smb")  # Lustre, GPFS and the like show every node the same
 
 
 class DiskFullError(CheckpointError):
@@ -34,8 +34,8 @@ def fsync(path: Path) -> None:
 
 
 def patiently(path: Path, action: Callable[[], T], patience_s: float | None = None) -> T:
-    """Does something to a file that another node may have put there a moment ago. What is missing or stale on a network
-    file system is tried again for `patience_s`, by default PATIENCE_S there and not at all on a local one.
+    """Does something to a file that another node may have put there a moment ago. What is missing or stale is tried
+    again for `patience_s`, by default PATIENCE_S where the file system `lags`, else not at all.
 
     Raises OSError, the last one.
     """
@@ -47,7 +47,7 @@ def patiently(path: Path, action: Callable[[], T], patience_s: float | None = No
             if error.errno not in LATE:
                 raise
             if patience_s is None:
-                patience_s = PATIENCE_S if on_network(path.parent) else 0.0
+                patience_s = PATIENCE_S if lags(path.parent) else 0.0
             if time.monotonic() - begin + pause > patience_s:
                 raise
         time.sleep(pause)
@@ -56,8 +56,8 @@ def patiently(path: Path, action: Callable[[], T], patience_s: float | None = No
             os.listdir(path.parent)  # has the client ask the server for the directory's present content
 
 
-def on_network(directory: Path) -> bool:
-    """Whether other nodes may write there too; False for a directory that doesn't exist."""
+def lags(directory: Path) -> bool:
+    """Whether its file system may show late what another node did; False for a directory that doesn't exist."""
     try:
         device = os.stat(directory).st_dev
     except OSError:
@@ -66,7 +66,7 @@ def on_network(directory: Path) -> bool:
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
         if fields[2] == number:
-            return fields[fields.index("-") + 1].startswith(NETWORK)
+            return fields[fields.index("-") + 1].startswith(LAGGING)
     return False
 
 

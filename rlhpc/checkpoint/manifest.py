@@ -7,6 +7,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -23,6 +24,7 @@ from rlhpc.errors import CheckpointError
 FORMAT = "rlhpc-checkpoint"
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
+NUM_READERS = 8  # files at once; a parallel file system takes milliseconds to answer each question
 STEP_NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -164,8 +166,9 @@ class CheckpointManifest:
 
     def verify(self, *, checksums: bool = True) -> None:
         """Raises CheckpointError naming the first file that is missing or differs; sizes only if so asked."""
-        for entry in self.files:
-            entry.verify(self.directory, checksums=checksums)
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            for _ in pool.map(lambda entry: entry.verify(self.directory, checksums=checksums), self.files):
+                pass
 
 
 def committed_steps(root: Path) -> dict[int, Path]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhpc.checkpoint.chunks import CHUNK_BYTES, ChunkWriter, chunk_checksums, drop_cached
-from rlhpc.checkpoint.durable import ensure_space, publish_file
+from rlhpc.checkpoint.durable import ensure_space, patiently, publish_file
 from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry, RankTensor
 from rlhpc.checkpoint.pieces import ITEM_BYTES, Box, Index, Piece, Run, Section
 from rlhpc.checkpoint.reader import ChunkReader
@@ -110,7 +110,8 @@ def write_shard(
         rank, pieces, shapes, rank_tensors, scalars, max_file_bytes=max_file_bytes, chunk_bytes=chunk_bytes
     )
     try:
-        ensure_space(directory, sum(layout.entry.size_bytes for layout in layouts), len(layouts))
+        num_bytes = sum(layout.entry.size_bytes for layout in layouts)
+        patiently(directory, lambda: ensure_space(directory, num_bytes, len(layouts)))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{directory} is gone: the save was given up, or another run has taken over the run directory"

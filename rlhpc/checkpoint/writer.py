@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.checkpoint.durable import LATE
+
 FOREIGN_SILENCE_S = 6 * 3600.0
 
 
@@ -56,8 +58,10 @@ class Writer:
             return False
         try:
             newest = max(path.stat().st_mtime for path in (trace, *trace.rglob("*")))
-        except FileNotFoundError:  # it is being renamed or deleted at this moment, so somebody lives
-            return True
+        except OSError as error:
+            if error.errno in LATE:  # it is being renamed or deleted at this moment, so somebody lives
+                return True
+            raise
         return time.time() - newest < FOREIGN_SILENCE_S
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhpc.checkpoint.chunks import ChunkWriter
-from rlhpc.checkpoint.durable import FULL, DiskFullError, on_network, patiently, raise_write_error
+from rlhpc.checkpoint.durable import FULL, DiskFullError, lags, patiently, raise_write_error
 from rlhpc.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from rlhpc.checkpoint.reader import ChunkReader
 from rlhpc.checkpoint.store import CheckpointStore
@@ -94,15 +94,15 @@ def test_what_is_written_in_parts_is_the_whole(tmp_path_factory: pytest.TempPath
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     save(CheckpointStore(tmp_path), 1)
     manifest = read_manifest(tmp_path / "step-000001")
-    for name in (MANIFEST_NAME, *(entry.name for entry in manifest.files)):
-        path = manifest.directory / name
+    for entry in (None, *manifest.files):
+        path = manifest.directory / (entry.name if entry else MANIFEST_NAME)
         data = path.read_bytes()
         with path.open("r+b", buffering=0) as file:
             for position, byte in enumerate(data):
                 os.pwrite(file.fileno(), bytes([byte ^ 1 << position % 8]), position)
                 with pytest.raises(CheckpointError) as caught:
-                    read_manifest(manifest.directory).verify()
-                where = "" if name == MANIFEST_NAME else f"chunk {position // 600} has xxh3"
+                    entry.verify(manifest.directory) if entry else read_manifest(manifest.directory)
+                where = f"chunk {position // 600} has xxh3" if entry else ""
                 assert str(caught.value).startswith(f"{path}: {where}"), position
                 os.pwrite(file.fileno(), bytes([byte]), position)
     read_manifest(manifest.directory).verify()
@@ -139,7 +139,7 @@ def test_late_files_are_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_local_file_system_is_not_waited_for(tmp_path: Path) -> None:
-    assert not on_network(tmp_path) and not on_network(tmp_path / "absent")
+    assert not lags(tmp_path) and not lags(tmp_path / "absent")
     tried = []
     with pytest.raises(FileNotFoundError):
         patiently(tmp_path / "f", lambda: tried.append(time.monotonic()) or (tmp_path / "f").read_bytes())
