@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.identity import RUN_NAME
-from rlhpc.checkpoint.manifest import MANIFEST_NAME, STEP_NAME, CheckpointManifest, committed_steps
+from rlhpc.checkpoint.manifest import MANIFEST_NAME, STEP_NAME, CheckpointManifest, committed_steps, read_manifest
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.errors import CheckpointError, ConfigError
+
+Found = tuple[int, CheckpointManifest | CheckpointError]  # a step, and its manifest or what is wrong with it
 
 ACCEPTED = "give an HF model directory, a run directory or one of its checkpoints/step-NNNNNN"
 
@@ -26,14 +28,19 @@ class Origin:
     path: Path  # as it was given
     what: str
     root: Path | None = None  # where its checkpoints lie; None: an HF directory
-    step: int | None = None  # None: the newest that can be used
 
-    def newest_first(self) -> Iterator[tuple[int, CheckpointManifest | CheckpointError]]:
-        """The checkpoints that may be used, looking at manifests and sizes; see CheckpointStore.newest_first."""
+    def newest_first(self) -> Iterator[Found]:
+        """The checkpoints that may be used, looking at manifests and sizes: all of a run, or the one that was named."""
         assert self.root is not None
-        for step, found in CheckpointStore(self.root).newest_first():
-            if self.step in (None, step):
-                yield step, found
+        if not (self.path / MANIFEST_NAME).is_file():
+            yield from CheckpointStore(self.root).newest_first()
+            return
+        manifest = read_manifest(self.path)
+        try:
+            manifest.verify(checksums=False)
+            yield manifest.step, manifest
+        except CheckpointError as error:
+            yield manifest.step, error
 
     @cached_property
     def manifest(self) -> CheckpointManifest:
@@ -56,10 +63,10 @@ def find_origin(path: Path, what: str, *, key: str = "resume.from") -> Origin:
     """What a path is. Raises ConfigError, speaking of `key`, where it can't be begun from."""
     if not path.is_dir():
         raise ConfigError(f"{key}={path} is not a directory; {ACCEPTED}")
-    if match := STEP_NAME.fullmatch(path.name):
-        if not (path / MANIFEST_NAME).is_file():
-            raise ConfigError(f"{key}={path} has no {MANIFEST_NAME}: it was never committed; {ACCEPTED}")
-        return Origin(path, what, path.absolute().parent, int(match[1]))
+    if (path / MANIFEST_NAME).is_file():
+        return Origin(path, what, path.absolute().parent)
+    if STEP_NAME.fullmatch(path.name):
+        raise ConfigError(f"{key}={path} has no {MANIFEST_NAME}: it was never committed; {ACCEPTED}")
     for root in _roots(path):
         if committed_steps(root):
             return Origin(path, what, root)

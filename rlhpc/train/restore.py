@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhpc.checkpoint.manifest import CheckpointManifest
-from rlhpc.checkpoint.origin import Origin, none_usable
+from rlhpc.checkpoint.origin import Found, Origin, none_usable
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.errors import CheckpointError
 from rlhpc.train.persistence import TrainState
-from rlhpc.train.start import describe_origin, differing, origin_of, settings_of
+from rlhpc.train.start import describe_origin, differing, origin_of, own_newest_first, settings_of
 
 if TYPE_CHECKING:
     from rlhpc.train.context import Run
@@ -37,14 +37,6 @@ def restore(run: Run) -> TrainState:
 
 
 def _own(run: Run) -> TrainState | None:
-    if run.cfg.trainer.resume_mode == "disable":
-        if run.store.steps():
-            raise CheckpointError(
-                f"trainer.resume_mode=disable, but {run.store.root} holds steps {run.store.steps()}, which a new "
-                "run would overwrite; choose another run_dir (or move that directory away), or resume_mode=auto"
-            )
-        return None
-
     def damaged(step: int, error: CheckpointError) -> None:
         run.store.distrust(step, str(error))
         _pass_over(run, step, error)
@@ -52,7 +44,7 @@ def _own(run: Run) -> TrainState | None:
     def load(manifest: CheckpointManifest) -> None:
         _load_all(run, manifest)
 
-    manifest = newest_loadable(run.store.root, run.store.newest_first(), load, damaged)
+    manifest = newest_loadable(run.store.root, own_newest_first(run.cfg, run.store), load, damaged)
     if manifest is None:
         return None
     run.reporter.say(f"resuming after step {manifest.step} from {manifest.directory}")
@@ -85,7 +77,7 @@ def _pass_over(run: Run, step: int, error: CheckpointError) -> None:
 
 
 def newest_loadable(
-    place: Path, newest_first: Iterable[tuple[int, CheckpointManifest | CheckpointError]], load: Load, damaged: Damaged
+    place: Path, newest_first: Iterable[Found], load: Load, damaged: Damaged
 ) -> CheckpointManifest | None:
     """The newest checkpoint that `load` could load, None where there is none at all. `damaged` hears what is wrong with
     the newer ones, which are left where they are until a save of the same step replaces them.

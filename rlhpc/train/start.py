@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.identity import differences
 from rlhpc.checkpoint.manifest import CheckpointManifest
-from rlhpc.checkpoint.origin import Origin, age_s, find_origin, last_start, none_usable
+from rlhpc.checkpoint.origin import Found, Origin, age_s, find_origin, last_start, none_usable
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.config.schema import RunConfig
@@ -26,6 +26,31 @@ def checkpoint_root(cfg: RunConfig) -> Path:
     return Path(cfg.trainer.default_local_dir or Path(cfg.run_dir, "checkpoints"))
 
 
+def own_newest_first(cfg: RunConfig, store: CheckpointStore) -> Iterator[Found]:
+    """The run's own checkpoints; see CheckpointStore.newest_first. Raises CheckpointError where it has some and is told
+    to begin anew."""
+    if cfg.trainer.resume_mode == "disable" and (steps := store.steps()):
+        raise CheckpointError(
+            f"trainer.resume_mode=disable, but {store.root} holds steps {steps}, which a new run would overwrite; "
+            "choose another run_dir (or move that directory away), or resume_mode=auto"
+        )
+    yield from store.newest_first()
+
+
+def _own(cfg: RunConfig) -> tuple[CheckpointManifest | None, list[str]]:
+    """The newest of the run's own checkpoints that sizes let pass, None without any, and why not newer ones. Raises
+    CheckpointError as `own_newest_first` does, and where there are some and none can be used."""
+    store = CheckpointStore(checkpoint_root(cfg))
+    refused: list[str] = []
+    for step, found in own_newest_first(cfg, store):
+        if isinstance(found, CheckpointManifest):
+            return found, refused
+        refused.append(f"step {step}: {found}")
+    if refused:
+        raise CheckpointError(none_usable(store.root, refused))
+    return None, []
+
+
 def origin_of(cfg: RunConfig) -> Origin | None:
     """What the run begins from where it has no checkpoint of its own; None: the model's directory. Raises ConfigError
     where that can't be."""
@@ -37,12 +62,13 @@ def origin_of(cfg: RunConfig) -> Origin | None:
 
 
 def check_start(cfg: RunConfig, model_config: Mapping[str, Any]) -> None:
-    """Looks at manifests and headers of what the run begins from; at nothing where it has checkpoints of its own.
+    """Looks at the manifests of the run's own checkpoints; where it has none, at those of what it begins from, or at
+    the headers of HF files.
 
     Raises ConfigError, CheckpointError or ModelError for what would be refused by a rank, hours in a queue later: no
     directory, nothing usable in it, another architecture or shapes, a data order that the settings don't give.
     """
-    if CheckpointStore(checkpoint_root(cfg)).steps() or (origin := origin_of(cfg)) is None:
+    if _own(cfg)[0] is not None or (origin := origin_of(cfg)) is None:
         return
     if origin.root is None:
         from rlhpc.reshard.hf import check_hf
@@ -102,18 +128,13 @@ def _check_continues(cfg: RunConfig, manifest: CheckpointManifest) -> None:
 
 def describe_start(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[str]:
     """For a dry run: from which checkpoint the run would go on or begin, and which settings differ. Raises as
-    `check_start` does, and CheckpointError where the run has checkpoints of its own and none can be used."""
-    store = CheckpointStore(checkpoint_root(cfg))
-    refused: list[str] = []
-    for step, found in store.newest_first():
-        if isinstance(found, CheckpointManifest):
-            told = [f"after step {step} from {_told(found)}", *(f"not from {reason}" for reason in refused)]
-            if cfg.resume.from_ is not None:
-                told.append(f"resume.from={cfg.resume.from_} counts no more: the run has checkpoints of its own")
-            return _aligned(told, differing(last_start(Path(cfg.run_dir)), cfg, model_config))
-        refused.append(f"step {step}: {found}")
-    if refused:
-        raise CheckpointError(none_usable(store.root, refused))
+    `check_start` does."""
+    own, refused = _own(cfg)
+    if own is not None:
+        told = [f"after step {own.step} from {_told(own)}", *(f"not from {reason}" for reason in refused)]
+        if cfg.resume.from_ is not None:
+            told.append(f"resume.from={cfg.resume.from_} counts no more: the run has checkpoints of its own")
+        return _aligned(told, differing(last_start(Path(cfg.run_dir)), cfg, model_config))
     check_start(cfg, model_config)
     if (origin := origin_of(cfg)) is None:
         return _aligned([f"at step 0 from {cfg.actor_rollout_ref.model.path}"], [])

@@ -70,7 +70,10 @@ def test_what_a_path_is(world: Path) -> None:
     assert find_origin(world / "model", "weights") == Origin(world / "model", "weights")
     assert find_origin(other, "all") == Origin(other, "all", root)
     assert find_origin(root, "all") == Origin(root, "all", root)
-    assert find_origin(root / "step-000010", "all") == Origin(root / "step-000010", "all", root, 10)
+    assert find_origin(root / "step-000010", "all") == Origin(root / "step-000010", "all", root)
+    assert find_origin(root / "step-000010", "all").manifest.step == 10
+    shutil.copytree(root / "step-000010", other / "good")
+    assert find_origin(other / "good", "all").manifest.step == 10
     shutil.move(root, world / "elsewhere")
     identity = json.loads((other / "run.json").read_text())
     identity["config"]["trainer"]["default_local_dir"] = str(world / "elsewhere")
@@ -122,6 +125,10 @@ def test_checkpoints_of_its_own_come_first(world: Path) -> None:
     assert lines[1].startswith("          not from step 20: run/checkpoints/step-000020/rank-00002-0000.safetensors: ")
     assert lines[2] == "          resume.from=/gone counts no more: the run has checkpoints of its own"
     check_start(cfg, model_config(world))  # nor is it looked at
+    cfg.trainer.resume_mode = "disable"
+    with pytest.raises(CheckpointError, match=r"resume_mode=disable, but \S+ holds steps \[10, 20\], which a new run"):
+        check_start(cfg, model_config(world))
+    cfg.trainer.resume_mode = "auto"
     os.truncate(world / "run/checkpoints/step-000010/rank-00000-0000.safetensors", 100)
     with pytest.raises(CheckpointError) as raised:
         describe_start(cfg, model_config(world))
