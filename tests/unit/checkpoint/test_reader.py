@@ -54,6 +54,17 @@ def test_any_ranges_from_the_chunks_that_they_touch(written, ranges, shared) -> 
     assert reader.bytes_read == sum(min(CHUNK, len(DATA) - chunk * CHUNK) for chunk in touched)
 
 
+def test_many_small_ranges_and_a_long_one(tmp_path: Path) -> None:
+    """More than a system call takes at once, in number and in bytes."""
+    data = np.random.default_rng(1).integers(0, 256, 9 * 2**20 + 5, dtype=np.uint8).tobytes()
+    (tmp_path / "f").write_bytes(data)
+    bounds = [(i * 100, i * 100 + 99) for i in range(3000)] + [(300_001, len(data))]
+    filled = [bytearray(end - begin) for begin, end in bounds]
+    reader = ChunkReader(tmp_path, FileEntry("f", 0, len(data), (xxhash.xxh3_64_hexdigest(data),)))
+    reader.read((*bound, memoryview(target)) for bound, target in zip(bounds, filled, strict=True))
+    assert filled == [data[begin:end] for begin, end in bounds] and reader.bytes_read == len(data)
+
+
 def test_only_what_is_read_is_verified(written, tmp_path: Path) -> None:
     directory, entry = written
     data = bytearray(DATA)
