@@ -18,7 +18,7 @@ import xxhash
 
 from rlhpc.checkpoint.chunks import CHUNK_BYTES, chunk_checksums
 from rlhpc.checkpoint.durable import patiently, publish_file
-from rlhpc.checkpoint.pieces import KINDS, Box, Index, Run, Section, StoredPiece
+from rlhpc.checkpoint.pieces import Box, Index, Run, Section, StoredPiece, kind_order
 from rlhpc.errors import CheckpointError
 
 FORMAT = "rlhpc-checkpoint"
@@ -114,7 +114,7 @@ class CheckpointManifest:
     def kinds(self) -> tuple[str, ...]:
         """Those that are stored, in the order of KINDS."""
         found = {section.kind for entry in self.files for run in entry.runs for section in run.sections}
-        return tuple(sorted(found, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind)))
+        return tuple(sorted(found, key=kind_order))
 
     def pieces(self, kind: str, names: Collection[str] | None = None) -> Iterator[StoredPiece]:
         """The stored pieces of a kind, of the given canonical tensors or of all, file by file. What several ranks hold

@@ -17,6 +17,11 @@ ITEM_BYTES = {
 """Bytes of an element by dtype, in PyTorch's names."""
 
 
+def kind_order(kind: str) -> tuple[int, str]:
+    """Sorts kinds: those of KINDS in their order, then others by name."""
+    return KINDS.index(kind) if kind in KINDS else len(KINDS), kind
+
+
 class Box(NamedTuple):
     """`start[d] <= index[d] < stop[d]` of the canonical tensor `name`; both empty for a scalar."""
 

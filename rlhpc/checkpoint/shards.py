@@ -16,7 +16,7 @@ import torch
 from rlhpc.checkpoint.chunks import CHUNK_BYTES, ChunkWriter, chunk_checksums, drop_cached
 from rlhpc.checkpoint.durable import ensure_space, patiently, publish_file
 from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry, RankTensor
-from rlhpc.checkpoint.pieces import ITEM_BYTES, Box, Index, Piece, Run, Section
+from rlhpc.checkpoint.pieces import ITEM_BYTES, Box, Index, Piece, Run, Section, kind_order
 from rlhpc.checkpoint.reader import ChunkReader
 from rlhpc.errors import CheckpointError
 
@@ -195,7 +195,7 @@ def _segments(
     Boxes that come in the same kinds and dtypes make a run, whose kinds lie apart: who wants weights skips moments."""
     alike: dict[tuple[tuple[str, str], ...], list[Box]] = defaultdict(list)
     for box, kinds in blocks.items():
-        alike[tuple((kind, dtype_name(tensor)) for kind, tensor in sorted(kinds.items()))].append(box)
+        alike[tuple((kind, dtype_name(kinds[kind])) for kind in sorted(kinds, key=kind_order))].append(box)
     segments = [Segment((), name, dtype_name(tensor), {name: tensor}) for name, tensor in rank_tensors.items()]
     for kinds_and_dtypes, boxes in alike.items():
         for kind, dtype in kinds_and_dtypes:
