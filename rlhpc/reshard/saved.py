@@ -17,6 +17,7 @@ import torch
 from rlhpc.checkpoint.manifest import CheckpointManifest
 from rlhpc.checkpoint.pieces import Index, Piece, StoredPiece
 from rlhpc.checkpoint.reader import ChunkReader, Sink
+from rlhpc.checkpoint.shards import as_bytes
 from rlhpc.errors import CheckpointError, ModelError
 from rlhpc.layout.spec import Replicas, Shards, ShardSpec
 from rlhpc.reshard.execute import region
@@ -194,7 +195,7 @@ def _reads(piece: StoredPiece, copy: ShardCopy, buffer: torch.Tensor) -> Iterato
     begin = piece.begin + dtype.itemsize * sum(a * b for a, b in zip(copy.src_offset, strides, strict=False))
     consecutive = _span(extent, strides) == prod(extent) and target.is_contiguous()
     if consecutive and target.dtype == dtype and target.device.type == "cpu":
-        yield begin, begin + target.nbytes, memoryview(target.view(-1).view(torch.uint8).numpy())
+        yield begin, begin + target.nbytes, as_bytes(target)
         return
     row_bytes = strides[0] * dtype.itemsize
     num_rows = max(1, SLAB_BYTES // row_bytes)
@@ -220,7 +221,7 @@ class _Slab:
         if self._bytes is None:
             self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8)
         end = position + len(part)
-        memoryview(self._bytes.numpy())[position:end] = part
+        as_bytes(self._bytes)[position:end] = part
         if end == self.num_bytes:
             self._target.copy_(self._bytes.view(self._dtype).as_strided(self._target.shape, self._strides))
             self._bytes = None

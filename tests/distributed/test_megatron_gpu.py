@@ -95,10 +95,10 @@ def test_layouts_agree_on_a_slice_of_a_real_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_sleep_frees_and_wake_restores(model_dir: Path, dtype: str) -> None:
+def test_sleep_frees_and_wake_restores(model_dir: Path, dtype: str, tmp_path: Path) -> None:
     """Per parameter: weight, float32 gradient, two moments, the reference's weight, and a master for bfloat16."""
-    (outcome,) = run_ranks(f"{RANKS}:sleep_and_train", 1, model_dir=model_dir, dtype=dtype)
+    (outcome,) = run_ranks(f"{RANKS}:sleep_and_train", 1, model_dir=model_dir, dtype=dtype, checkpoints=tmp_path)
     bytes_each = {"float32": 4 + 4 + 8 + 4, "bfloat16": 2 + 4 + 8 + 2 + 4}[dtype]
     assert outcome["freed"] >= bytes_each * outcome["parameters"]
-    assert outcome["same"]
+    assert outcome["same"] and outcome["loaded"]
     assert all(np.isfinite(m["actor/grad_norm"]) and m["actor/grad_norm"] > 0 for m in outcome["metrics"])
