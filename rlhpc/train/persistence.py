@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from rlhpc.checkpoint.durable import DiskFullError
 from rlhpc.data.packing import TokenSequence
+from rlhpc.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rlhpc.train.context import Run
@@ -29,8 +29,8 @@ class TrainState:
 def save_periodically(run: Run, state: TrainState) -> None:
     """Saves while training goes on; after the last step, and once a stop is asked for, before anything else is done.
 
-    A save that has no room is made up for by the next one: the run goes on, and its metrics tell
-    `checkpoint/failed_saves`. After the last step there is no next one.
+    A save for which the storage has no room, or fails, is made up for by the next one: the run goes on, and its metrics
+    tell `checkpoint/failed_saves`. After the last step there is no next one.
     """
     last = state.step >= run.total_steps
     if run.cfg.checkpoint.async_save and not last and not run.stop.requested():
@@ -38,9 +38,10 @@ def save_periodically(run: Run, state: TrainState) -> None:
         return
     try:
         run.saver.now(state, hurry=run.in_a_hurry())
-    except DiskFullError as error:
+    except CheckpointError as error:
         if last:
             raise
+        run.store.require_ownership()
         run.saver.alarm(state.step, error)
 
 

@@ -72,8 +72,8 @@ class Saver:
     def start(self, state: TrainState) -> None:
         """Returns when the ranks have copied their state; `collect` and `drain` tell what became of the save.
 
-        The save before has to be over first: where it isn't, this waits and says so. A full disk is an alarm and no
-        error. Raises CheckpointError where ranks lack the memory for the copy.
+        The save before has to be over first: where it isn't, this waits and says so. Storage that fails or is full is
+        an alarm and no error. Raises CheckpointError where ranks lack the memory for the copy.
         """
         begin = time.monotonic()
         if self._flight and not self._flight.committed.done():
@@ -100,7 +100,10 @@ class Saver:
         def commit() -> Metrics:
             try:
                 return self._commit(state, pending, lambda: self._reported(save_id), begin, retire=True)
-            except DiskFullError as error:
+            except CheckpointError as error:
+                if self._given_up.is_set():
+                    raise
+                self._store.require_ownership()
                 return self._missed(state.step, error)
 
         self._flight = _Flight(state.step, begin, self._thread.submit(commit))
@@ -117,7 +120,7 @@ class Saver:
         def write() -> list[FileEntry]:
             try:
                 return self._ranks.save(pending.directory, read_back=self._cfg.read_back and not hurry)
-            except DiskFullError:
+            except CheckpointError:
                 self._ranks.settle()  # others may still be writing
                 raise
 
@@ -134,14 +137,13 @@ class Saver:
         retire: bool,
     ) -> Metrics:
         """Commits what the ranks have `written`. A save that fails leaves the earlier checkpoints as they are."""
+        driver = {"train": asdict(state), "wandb": self._reporter.wandb_id}
         try:
-            entries = written()
+            manifest = self._store.commit(pending, written(), driver, layout=self._layout, config_digest=self._digest)
         except RlhpcError:
             self._store.abandon(pending)
             self._store.require_ownership()  # where that was lost, it is why
             raise
-        driver = {"train": asdict(state), "wandb": self._reporter.wandb_id}
-        manifest = self._store.commit(pending, entries, driver, layout=self._layout, config_digest=self._digest)
         seconds = time.monotonic() - begin
         self._progress.committed(state.step, seconds)
         if retire:
@@ -165,11 +167,11 @@ class Saver:
 
     # --- what became of it
 
-    def alarm(self, step: int, error: DiskFullError) -> None:
-        """A save has no room, and is made up for by the next one."""
+    def alarm(self, step: int, error: CheckpointError) -> None:
+        """A save could not be written, and is made up for by the next one."""
         self._add(self._missed(step, error))
 
-    def _missed(self, step: int, error: DiskFullError) -> Metrics:
+    def _missed(self, step: int, error: CheckpointError) -> Metrics:
         self._reporter.say(f"WARNING: step {step} is not saved, training goes on: {error}")
         return {"checkpoint/failed_saves": 1.0}
 
@@ -182,8 +184,8 @@ class Saver:
         return metrics
 
     def drain(self) -> None:
-        """Returns when no save is in flight. Raises what it failed of, unless the disk was full, and RankLostError as
-        soon as one is. No rank may be at anything else."""
+        """Returns when no save is in flight. Raises what it failed of, unless that was the storage, and RankLostError
+        as soon as a rank is lost. No rank may be at anything else."""
         while self._flight and not wait([self._flight.committed], timeout=ALIVE_S).done:
             self._ranks.settle()
         self._land()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -30,7 +31,7 @@ from rlhpc.reshard.saved import load_saved
 from rlhpc.train.persistence import TrainState
 from rlhpc.train.progress import Progress
 from rlhpc.train.protocols import TrainerState
-from rlhpc.train.rank_save import RankSaver, entries_of
+from rlhpc.train.rank_save import RankSaver, entries_of, report_key
 from rlhpc.train.ranks import Ranks
 from rlhpc.train.saver import Saver
 
@@ -89,7 +90,7 @@ class LocalRanks:
         return [getattr(rank, method)(**common) for rank in self.ranks]
 
     def reports(self, save_id: str) -> list[str] | None:
-        keys = [f"rlhpc/save/{save_id}/{rank}" for rank in range(2)]
+        keys = [report_key(save_id, rank) for rank in range(2)]
         return (
             None if self.held.is_set() or not all(map(self.told.__contains__, keys)) else [self.told[k] for k in keys]
         )
@@ -227,6 +228,18 @@ def test_a_full_disk_is_an_alarm_and_the_next_one_makes_up_for_it(tmp_path: Path
     parts.saver.drain()
     assert "checkpoint/failed_saves" not in parts.saver.collect()
     assert parts.store.steps() == [1, 3] and parts.saved_value(3) == 3.0
+
+
+def test_a_chunk_that_comes_back_otherwise_is_an_alarm_too(parts: Parts, caller: LocalRanks) -> None:
+    caller.held.set()
+    parts.saver.start(state(1))
+    while len(caller.told) < 2:
+        time.sleep(0.001)
+    caller.told[report_key("1-0", 1)] = report("CheckpointError", "the device gives back chunk 0 with xxh3 ab")
+    caller.held.clear()
+    parts.saver.drain()
+    assert parts.saver.collect()["checkpoint/failed_saves"] == 1.0
+    assert parts.store.steps() == [] and not list(parts.store.root.glob("tmp-*"))
 
 
 def test_a_lost_rank_ends_the_wait_at_once(tmp_path: Path, caller: LocalRanks) -> None:
