@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import add, sub
@@ -332,27 +332,6 @@ def widest(target: torch.Tensor, source: torch.Tensor) -> torch.dtype:
 def _divides(ratio: int, tensor: torch.Tensor) -> bool:
     *strides, last = tensor.stride()
     return last == 1 and not any(n % ratio for n in (tensor.shape[-1], tensor.storage_offset(), *strides))
-
-
-def collect(
-    plan: ReshardPlan,
-    rank: int,
-    source: Callable[[int], Mapping[str, torch.Tensor]],
-    dst_buffers: Mapping[str, torch.Tensor],
-) -> None:
-    """Fills the rank's buffers from sources that this process can read itself, such as the files that every rank of
-    another run left. `source` gives the buffers of one of the plan's source ranks; it is asked once for each that is
-    needed, in order. Not collective."""
-    incoming: dict[int, list[ShardCopy]] = defaultdict(list)
-    for copy in plan.copies_of(rank):
-        if copy.dst_rank == rank:
-            incoming[copy.src_rank].append(copy)
-    for src_rank, copies in sorted(incoming.items()):
-        buffers = source(src_rank)
-        _check_buffers("source", buffers, {c.src_buffer: plan.src_dtypes[c.tensor] for c in copies})
-        _check_buffers("destination", dst_buffers, {c.dst_buffer: plan.dst_dtypes[c.tensor] for c in copies})
-        with torch.no_grad():
-            _copy_moves(merge(copies), buffers, dst_buffers)
 
 
 def _copy_moves(
