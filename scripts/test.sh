@@ -19,4 +19,8 @@ fi
 "$bin/ruff" format --check --quiet .
 "$bin/mypy"
 git ls-files -z "*.sh" "*.sbatch" | xargs -0 "$bin/shellcheck"
+if [[ $# == 0 && ${#suites[@]} == 4 ]]; then  # what needs no processes of its own can share the cores
+    "$bin/python" -m pytest --durations=5 -n logical --dist worksteal tests/unit
+    suites=(tests/distributed tests/e2e tests/slurm)
+fi
 exec "$bin/python" -m pytest --durations=10 "${suites[@]}" "$@"

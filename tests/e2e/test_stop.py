@@ -1,4 +1,4 @@
-"""A stop in every phase of the real driver: what it commits, and that the run ends bitwise where an uninterrupted one
+"""A stop in phases of the real driver: what it commits, and that the run ends bitwise where an uninterrupted one
 ends."""
 
 from __future__ import annotations
@@ -50,13 +50,12 @@ def in_phase(
         time.sleep(0.001)
 
 
+# Where the driver answers differently; scripts/preemption_drill.sh hits every phase.
 STOPS = {
     "validate": signal.SIGTERM,
     "start": signal.SIGUSR2,
     "generate": signal.SIGTERM,
-    "score": signal.SIGUSR2,
-    "restore": signal.SIGTERM,
-    "logprobs": signal.SIGINT,
+    "score": signal.SIGINT,
     "update": signal.SIGUSR2,
     "save": signal.SIGTERM,
 }
@@ -66,8 +65,8 @@ def committed(run_dir: Path) -> int:
     return max(CheckpointStore(run_dir / "checkpoints").steps(), default=-1)
 
 
-@pytest.mark.timeout(1800)  # ten starts, which a busy machine takes a minute each for
-def test_stopped_in_every_phase(task: Path, reference: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)  # eight starts, which a busy machine takes a minute each for
+def test_stopped_in_phase_after_phase(task: Path, reference: Path, tmp_path: Path) -> None:
     """One attempt after the other, each stopped in another phase."""
     log, run_dir, hang = tmp_path / "log", tmp_path / "run", task / "hang"
     arguments = command(task, run_dir, "data.val_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
@@ -86,20 +85,19 @@ def test_stopped_in_every_phase(task: Path, reference: Path, tmp_path: Path) -> 
         step = seen["step"]
         expected = {
             "start": newest,
-            "restore": newest,
             "validate": step,
             "save": step,
             "generate": step - 1,
             "score": step - 1,
-            "logprobs": step - 1,
             "update": step,
         }[phase]
         assert committed(run_dir) == expected, (phase, step)
         assert leftovers() == []
 
-    process = start(arguments, log)
-    in_phase("generate", run_dir, process, log, lambda pid: os.kill(rank_pids(run_dir, 1)[-1], signal.SIGKILL))
+    newest, process = committed(run_dir), start(arguments, log)
+    saving = in_phase("save", run_dir, process, log, lambda pid: os.kill(rank_pids(run_dir, 1)[-1], signal.SIGKILL))
     assert finish(process, log) == 1
+    assert committed(run_dir) in (newest, saving["step"]), "lost is what rank 1 had not yet written, and nothing else"
     told = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert told[0].startswith("error: rank 1 died in ") and f"the end of {run_dir / 'logs'}" in told[1]
     progress = read_json(run_dir / "progress.json")
