@@ -338,6 +338,11 @@ def _trainer(case: _Case) -> Iterator[str]:
 
 def _checkpoint(case: _Case) -> Iterator[str]:
     checkpoint, trainer = case.cfg.checkpoint, case.cfg.trainer
+    if checkpoint.keep_every and (trainer.save_freq < 1 or checkpoint.keep_every % trainer.save_freq):
+        yield (
+            f"checkpoint.keep_every={checkpoint.keep_every} must be a multiple of trainer.save_freq={trainer.save_freq}"
+            ", the steps that are saved; set one of them accordingly, or keep_every=0"
+        )
     if not checkpoint.keep_best:
         if checkpoint.best_metric:
             yield (

@@ -60,6 +60,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._given_up = threading.Event()
         self._flight: _Flight | None = None
+        self._metric_checked = not cfg.checkpoint.keep_best
         self._metrics: Metrics = {}
 
     @property
@@ -137,6 +138,7 @@ class Saver:
         retire: bool,
     ) -> Metrics:
         """Commits what the ranks have `written`. A save that fails leaves the earlier checkpoints as they are."""
+        self._check_metric(state)
         driver = {"train": asdict(state), "wandb": self._reporter.wandb_id}
         try:
             manifest = self._store.commit(pending, written(), driver, layout=self._layout, config_digest=self._digest)
@@ -149,6 +151,17 @@ class Saver:
         if retire:
             self.retire()
         return {"checkpoint/write_s": seconds, "checkpoint/bytes": float(manifest.size_bytes)}
+
+    def _check_metric(self, state: TrainState) -> None:
+        """Says once where validation doesn't give what checkpoints are to be ranked by."""
+        known = sorted(name for name in state.record if name.startswith("val-core/"))
+        if known and not self._metric_checked:
+            self._metric_checked = True
+            if self._cfg.best_metric not in known:
+                self._reporter.say(
+                    f"WARNING: checkpoint.best_metric={self._cfg.best_metric} is no metric of this run's validation, and "
+                    f"checkpoint.keep_best keeps nothing; set one of {', '.join(known)}"
+                )
 
     def _reported(self, save_id: str) -> list[FileEntry]:
         while (reports := self._ranks.save_reports(save_id)) is None:

@@ -168,6 +168,12 @@ def test_allowed(overrides, world_size):
             4,
             ["keep_best=2 needs steps that are validated and saved; set trainer.test_freq"],
         ),
+        (
+            {"checkpoint.keep_every": 5, "trainer.save_freq": 2},
+            4,
+            ["keep_every=5 must be a multiple of", "save_freq=2"],
+        ),
+        ({"checkpoint.keep_every": 5}, 4, ["keep_every=5 must be a multiple of trainer.save_freq=-1"]),
         ({"checkpoint.best_mode": "highest"}, 4, ["best_mode='highest' is unknown", "choose max, min"]),
         ({"checkpoint.keep_every": -1}, 4, ["checkpoint.keep_every=-1 is out of range; set at least 0"]),
         ({f"{ACTOR}.optim.lr_decay_style": "cosine"}, 4, ["lr_decay_style=cosine", "total_training_steps"]),

@@ -279,7 +279,7 @@ def test_who_lost_the_run_to_another_hears_of_it_in_the_next_step(parts: Parts, 
     assert parts.store.steps() == []
 
 
-def test_older_ones_go_when_the_newer_is_read_back(tmp_path: Path, caller: LocalRanks) -> None:
+def test_older_ones_go_when_the_newer_is_read_back(tmp_path: Path, caller: LocalRanks, capsys) -> None:
     parts = Parts(tmp_path, caller, keep=1, keep_best=1, best_metric="val-core/a")
     with parts.saver:
         for step, value in enumerate((0.2, 0.9, 0.4, 0.3), start=1):
@@ -290,6 +290,12 @@ def test_older_ones_go_when_the_newer_is_read_back(tmp_path: Path, caller: Local
         assert parts.store.steps() == [2, 4, 5]
         parts.saver.retire()
         assert parts.store.steps() == [2, 5]
+    assert "WARNING" not in capsys.readouterr().out
+    misspelt = Parts(tmp_path / "other", caller, keep_best=1, best_metric="val-core/b")
+    for step in (1, 2):
+        misspelt.saver.now(state(step, **{"val-core/a": 0.5}))
+    told = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    assert len(told) == 1 and told[0].endswith("keep_best keeps nothing; set one of val-core/a")
 
 
 def report(error: str, text: str) -> str:
