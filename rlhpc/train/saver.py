@@ -159,7 +159,7 @@ class Saver:
             self._metric_checked = True
             if self._cfg.best_metric not in known:
                 self._reporter.say(
-                    f"WARNING: checkpoint.best_metric={self._cfg.best_metric} is no metric of this run's validation, and "
+                    f"WARNING: validation doesn't give checkpoint.best_metric={self._cfg.best_metric}, so that "
                     f"checkpoint.keep_best keeps nothing; set one of {', '.join(known)}"
                 )
 
