@@ -174,7 +174,8 @@ class Saver:
         cfg = self._cfg
 
         def score(manifest: CheckpointManifest) -> float | None:
-            return manifest.state["train"]["record"].get(cfg.best_metric)
+            value: float | None = manifest.state["train"]["record"].get(cfg.best_metric)
+            return value
 
         self._store.retain(cfg.keep, every=cfg.keep_every, best=cfg.keep_best, mode=cfg.best_mode, score=score)
 
