@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,24 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "rlhpc-test", tmp_path], check=True)
     yield tmp_path
     subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+@pytest.fixture
+def quota(tmp_path: Path) -> Iterator[Path]:
+    """A directory with a quota of 8 MiB on a file system with more room, which is all that statvfs tells."""
+    if os.geteuid() != 0 or not shutil.which("mkfs.btrfs"):
+        pytest.skip("a quota needs root and btrfs-progs; test_a_file_size_limit covers the path without")
+    image, mounted = tmp_path / "image", tmp_path / "mounted"
+    with image.open("wb") as file:
+        file.truncate(128 * MIB)
+    mounted.mkdir()
+    subprocess.run(["mkfs.btrfs", "-q", image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, mounted], check=True)
+    for command in (["subvolume", "create", mounted / "run"], ["quota", "enable", mounted]):
+        subprocess.run(["btrfs", *command], check=True)
+    subprocess.run(["btrfs", "qgroup", "limit", "8M", mounted / "run"], check=True)
+    yield mounted / "run"
+    subprocess.run(["umount", mounted], check=True)
 
 
 def shard(num_bytes: int, value: int) -> list[tuple[dict[str, torch.Tensor], dict[str, object]]]:
@@ -81,6 +100,17 @@ def test_full_while_the_manifest_is_written(small_disk: Path) -> None:
     with pytest.raises(DiskFullError, match=r"manifest.json: No space left on device"):
         store.save(2, shard(2 * MIB, 2), {"text": "x" * 2 * MIB})
     assert_only_first_left(small_disk)
+
+
+def test_a_quota(quota: Path) -> None:
+    store = CheckpointStore(quota)
+    store.save(1, shard(5 * MIB, 1), {})
+    assert free_bytes(quota) > 20 * MIB
+    with pytest.raises(DiskFullError, match=r"-0000.safetensors: Disk quota exceeded; needed \d+ bytes .* raise the q"):
+        store.save(2, shard(5 * MIB, 2), {})
+    assert_only_first_left(quota)
+    store.save(2, shard(MIB, 2), {})
+    assert store.steps() == [1, 2]
 
 
 def test_a_file_size_limit(tmp_path: Path) -> None:

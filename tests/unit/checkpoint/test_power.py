@@ -63,18 +63,25 @@ def test_a_power_cut_at_every_system_call(disk: Path, tmp_path: Path) -> None:
     outcomes = []
     image = tmp_path / "copy"
 
-    def save_and_retire(root: Path, call: int) -> None:
+    def save_and_retire(root: Path, call: int, told: int) -> None:
         at_disk_call(call, cut_power(root))
         store = CheckpointStore(root)
         save(store, 3)
+        os.write(told, b"3")
         store.retain(1)
 
     for call in count():
         subprocess.run(["cp", "--sparse=always", disk, image], check=True)
+        read_end, write_end = os.pipe()
         with mounted(image) as root:
-            _, status = os.waitpid(in_child(lambda root=root, call=call: save_and_retire(root, call)), 0)
+            child = in_child(lambda root=root, call=call, told=write_end: save_and_retire(root, call, told))
+            _, status = os.waitpid(child, 0)
+        os.close(write_end)
+        promised = os.read(read_end, 1)
+        os.close(read_end)
         with mounted(image) as root:
             outcomes.append(loaded_step(root))
+            assert outcomes[-1] == 3 or not promised
             save(CheckpointStore(root), 4)
             assert not list(root.glob("tmp-*"))
             assert loaded_step(root) == 4
