@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.packing import FILLER_ID, TokenSequence, pack, split_by_sequence
 from rlhpc.data.types import PackedBatch
@@ -347,7 +346,7 @@ def sleep_and_train(model_dir: Path, dtype: str, checkpoints: Path) -> dict[str,
     parameters = sum(value.numel() for value in weights.values())
     metrics = list(train(trainer, range(1, 3)))
     trainer.sleep()
-    trainer.load_checkpoint(read_manifest(checkpoints / "step-000001"))
+    trainer.load_checkpoint(checkpoints / "step-000001")
     loaded = all(torch.equal(value.cpu(), state[piece]) for piece, value in trainer.state_pieces().pieces)
     loaded = loaded and all(torch.equal(value, weights[name]) for name, value in trainer.source_buffers().items())
     return {"freed": awake - asleep, "parameters": parameters, "same": same, "metrics": metrics, "loaded": loaded}

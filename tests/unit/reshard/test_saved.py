@@ -139,7 +139,7 @@ shapes_strategy = st.lists(
 
 
 @settings(max_examples=30, deadline=None)
-@given(shapes_strategy, st.sampled_from([1, 2, 3, 8]), st.integers(0, 2**32), st.sampled_from([28, 100, 4096]))
+@given(shapes_strategy, st.sampled_from([1, 2, 3, 4, 8]), st.integers(0, 2**32), st.sampled_from([28, 100, 4096]))
 def test_any_number_of_ranks_loads_any_other(
     shapes: dict[str, Index], num_ranks: int, seed: int, chunk_bytes: int
 ) -> None:
