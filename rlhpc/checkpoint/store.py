@@ -249,7 +249,8 @@ class CheckpointStore:
         score: Callable[[CheckpointManifest], float | None] = lambda manifest: None,
     ) -> list[int]:
         """Deletes the checkpoints that `retained` doesn't keep. Only complete ones count (sizes decide); damaged ones
-        stay for a human to look at until they are older than the newest that must stay. Returns the deleted steps."""
+        stay for a human to look at until they are older than the newest that must stay. Returns the deleted steps; what
+        storage doesn't let go of now is warned of, and tried again by the next call."""
         self.acquire()
         steps = self._step_directories()
         whole: list[int] = []
@@ -266,19 +267,28 @@ class CheckpointStore:
             whole.append(step)
         scores = {step: value for step in whole if (value := self._scores[step]) is not None}
         kept = retained(steps, whole, scores, newest=newest, every=every, best=best, mode=mode)
-        doomed = [step for step in reversed(steps) if step not in kept]  # newest first: a crash leaves no gap
-        for step in doomed:
-            self._delete(self._directory(step))
+        deleted = []
+        for step in (step for step in reversed(steps) if step not in kept):  # newest first: a crash leaves no gap
+            try:
+                self._delete(self._directory(step))
+            except OSError as error:
+                logger.warning("checkpoint of step %d need not stay, but can't be deleted: %s", step, error)
+                continue
+            deleted.append(step)
             self._scores.pop(step, None)
-        return doomed
+        return deleted
 
     def discard_after(self, step: int) -> list[int]:
         """Deletes checkpoints newer than `step`: a run that goes on from an older one leaves them behind,
-        and a later restart must not find them. -1 deletes all. Returns the deleted steps."""
+        and a later restart must not find them. -1 deletes all. Returns the deleted steps. Raises CheckpointError when
+        one can't be deleted."""
         self.acquire()
         newer = [other for other in reversed(self._step_directories()) if other > step]
         for other in newer:  # newest first, so that a crash in between leaves no gap
-            self._delete(self._directory(other))
+            try:
+                self._delete(self._directory(other))
+            except OSError as error:
+                raise CheckpointError(f"can't delete {self._directory(other)}: {error.strerror}; delete it") from error
         self._point()
         return newer
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -187,6 +188,26 @@ def test_retention_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-000004\n"
     with pytest.raises(ValueError, match="newest=0 would delete the only checkpoint"):
         store.retain(0)
+
+
+def test_what_storage_does_not_let_go_of_stays_until_later(tmp_path: Path, caplog) -> None:
+    """A mount point can't be renamed, not even by root."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    store = saved(tmp_path, 1, 2, 3, 4)
+    busy = tmp_path / "step-000003"
+    subprocess.run(["mount", "--bind", busy, busy], check=True)
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert store.retain(1) == [2, 1]
+        assert "step 3 need not stay, but can't be deleted: " in caplog.text and "busy" in caplog.text
+        with pytest.raises(CheckpointError, match=f"can't delete {busy}: .* busy; delete it"):
+            store.discard_after(2)
+    finally:
+        subprocess.run(["umount", busy], check=True)
+    saved(tmp_path, 5)
+    assert store.retain(1) == [3]
+    assert store.steps() == [5]
 
 
 def test_commit_wants_every_rank_and_what_they_say(tmp_path: Path) -> None:
