@@ -159,8 +159,8 @@ def _check(
 
 
 def _plan(sources: Mapping[str, ShardSpec], dst_specs: Iterable[ShardSpec], rank: int) -> list[ShardCopy]:
-    """Of equal boxes that several ranks wrote, such as norms, the rank reads its own, else that of the one from which
-    it has most to read anyway: a small box anywhere else would cost a chunk."""
+    """Of equal boxes that several ranks wrote, such as norms, the rank reads that of the writer from which it has most
+    to read anyway: a small box anywhere else would cost a chunk."""
     with_replicas: list[ShardSpec] = []
     without: list[ShardSpec] = []
     for spec in dst_specs:
@@ -171,7 +171,7 @@ def _plan(sources: Mapping[str, ShardSpec], dst_specs: Iterable[ShardSpec], rank
         elements[copy.src_rank] += prod(copy.shape)
 
     def chosen(same: Replicas) -> Replicas:
-        return same._replace(ranks=(max(same.ranks, key=lambda r: (r == rank, elements[r], -r)),))
+        return same._replace(ranks=(max(same.ranks, key=lambda r: (elements[r], -r)),))
 
     narrowed = (
         replace(source, shards=Shards(tuple(map(chosen, Shards.of(source.shards).replicas))))
