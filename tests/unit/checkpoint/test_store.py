@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlhpc.checkpoint.chunks import chunk_checksums
 from rlhpc.checkpoint.manifest import MANIFEST_NAME, FileEntry
@@ -63,10 +64,12 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
     read, read_scalars = read_rank_state(manifest, 0)
     assert read_scalars == scalars
     assert read.keys() == tensors.keys()
+    by_safetensors = load_file(manifest.directory / manifest.files[0].name)
     for name, tensor in tensors.items():
-        assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape, name
-        as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (read[name], tensor)]
-        assert torch.equal(*as_bytes), name
+        for found in (read[name], by_safetensors[name]):
+            assert found.dtype == tensor.dtype and found.shape == tensor.shape, name
+            as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (found, tensor)]
+            assert torch.equal(*as_bytes), name
 
 
 def test_state_and_layout_come_back(tmp_path: Path) -> None:
