@@ -165,7 +165,7 @@ def details(one: Checkpoint) -> Iterator[str]:
     """All facts of a checkpoint, line by line."""
     yield one.directory
     if one.problem:
-        yield f"  DAMAGED     {one.problem}"
+        yield f"  UNREADABLE  {one.problem}"
         return
     yield f"  step        {one.step}, policy version {one.policy_version}"
     yield f"  written     {clock(time.time() - one.age_s)}, {duration(one.age_s)} ago"

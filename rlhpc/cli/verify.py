@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shlex import quote
+from threading import Event
 
 import xxhash
 
@@ -33,29 +34,32 @@ def verify(argument: str, step: int | None = None) -> None:
 
     Raises DamagedError where there is one, and CheckpointError and ConfigError where there is nothing to verify.
     """
-    steps = find(argument, step).steps
+    found = find(argument, step)
     begin, num_bytes, damaged = time.monotonic(), 0, []
-    for number, directory in steps.items():
+    for number, directory in found.steps.items():
         try:
             manifest = read_manifest(directory)
             problems = verify_files(manifest)
-            what = f"{readable(manifest.size_bytes)} in {len(manifest.files)} files"
+            state = f"{'DAMAGED' if problems else 'ok'}, {readable(manifest.size_bytes)} in {len(manifest.files)} files"
             num_bytes += manifest.size_bytes
         except CheckpointError as error:
-            problems, what = [str(error)], "no manifest that can be read"
+            problems, state = [str(error)], "UNREADABLE"
         if not directory.exists():
             print(f"step {number}: deleted meanwhile")
             continue
-        print(f"step {number}: {'DAMAGED' if problems else 'ok'}, {what}", *problems, sep="\n  ", flush=True)
+        print(f"step {number}: {state}", *problems, sep="\n  ", flush=True)
         if problems:
             damaged.append(number)
     seconds = time.monotonic() - begin
     print(f"{readable(num_bytes)} in {seconds:.1f} s, {num_bytes / 1e9 / seconds:.2f} GB/s")
     if damaged:
-        several = len(damaged) > 1
+        hint = (
+            f"; the run goes on from the newest that can: rlhpc resume {quote(str(found.run.directory))}"
+            if found.run
+            else ""
+        )
         raise DamagedError(
-            f"{len(damaged)} of {len(steps)} checkpoints {'are' if several else 'is'} damaged: step "
-            f"{', '.join(map(str, damaged))}; a run goes on from the newest that isn't: rlhpc resume {quote(argument)}"
+            f"{len(damaged)} of {len(found.steps)} checkpoints can't be used: step {', '.join(map(str, damaged))}{hint}"
         )
 
 
@@ -68,11 +72,15 @@ def verify_files(manifest: CheckpointManifest) -> list[str]:
         def advance(num_bytes: int) -> None:
             progress.advance(task, num_bytes)
 
-        found = pool.map(lambda entry: list(_problems(manifest.directory, entry, advance)), manifest.files)
-        return [problem for problems in found for problem in problems]
+        leaving = Event()
+        try:
+            found = pool.map(lambda entry: list(_problems(manifest.directory, entry, advance, leaving)), manifest.files)
+            return [problem for problems in found for problem in problems]
+        finally:
+            leaving.set()  # Ctrl-C need not wait for whole files
 
 
-def _problems(directory: Path, entry: FileEntry, advance: Callable[[int], None]) -> Iterator[str]:
+def _problems(directory: Path, entry: FileEntry, advance: Callable[[int], None], leaving: Event) -> Iterator[str]:
     path = directory / entry.name
     view = memoryview(bytearray(BLOCK_BYTES))
     try:
@@ -82,6 +90,8 @@ def _problems(directory: Path, entry: FileEntry, advance: Callable[[int], None])
             for chunk in range(len(entry.checksums)):
                 digest, left = xxhash.xxh3_64(), entry.chunk_bytes
                 while left and (count := file.readinto(view[:left])):
+                    if leaving.is_set():
+                        return
                     digest.update(view[:count])
                     left -= count
                     advance(count)

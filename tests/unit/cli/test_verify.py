@@ -55,9 +55,9 @@ def test_every_damaged_file_and_chunk_is_named(run: Path, capsys: pytest.Capture
         f"{cut}: {size - 1} bytes, the manifest says {size}", f"{gone}: No such file or directory",
     ]  # fmt: skip
     assert lines[0].startswith("step 3: ok") and lines[1].startswith("step 7: DAMAGED")
-    assert lines[7] == "step 9: DAMAGED, no manifest that can be read" and "step-000009/manifest.json: " in lines[8]
+    assert lines[7] == "step 9: UNREADABLE" and "step-000009/manifest.json: " in lines[8]
     assert said.err == (
-        "error: 2 of 3 checkpoints are damaged: step 7, 9; a run goes on from the newest that isn't: "
+        "error: 2 of 3 checkpoints can't be used: step 7, 9; the run goes on from the newest that can: "
         f"rlhpc resume {run}\n"
     )
 
@@ -69,7 +69,9 @@ def test_one_step_and_a_copy(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
     copy = shutil.copytree(run / "checkpoints/step-000007", tmp_path / "kept")
     assert main(["verify", str(run / "checkpoints")]) == 1
     assert main(["verify", str(copy)]) == 1
-    assert f"{copy}/rank-00001-0000.safetensors: chunk 0 has xxh3" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert f"{copy}/rank-00001-0000.safetensors: chunk 0 has xxh3" in said.out
+    assert said.err.endswith("error: 1 of 1 checkpoints can't be used: step 7\n")
     assert main(["verify", str(run), "--step", "8"]) == 2
     assert f"no checkpoint of step 8 in {run}/checkpoints; committed steps: 3, 7, 9" in capsys.readouterr().err
 
