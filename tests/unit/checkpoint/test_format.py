@@ -41,7 +41,7 @@ def written(root: Path, chunk_bytes: int = CHUNK_BYTES) -> Path:
     pending = store.begin(12)
     entries = []
     for rank in range(2):
-        generator = {"rng/cpu": torch.arange(5, dtype=torch.uint8) + rank}
+        generator = {"rng/cpu": torch.arange(5, dtype=torch.uint8) + rank, "rng/words": torch.tensor([rank, 2**40])}
         found = write_shard(
             pending.directory,
             rank,
@@ -85,6 +85,8 @@ def test_a_reader_of_the_document_alone_finds_everything(tmp_path: Path) -> None
         assert file["xxh3"] == [xxhash.xxh3_64_hexdigest(data[i : i + 100]) for i in range(0, len(data), 100)]
         dtype, shape, begin = file["rank_tensors"]["rng/cpu"]
         assert (dtype, shape, list(data[begin : begin + 5])) == ("uint8", [5], [rank + i for i in range(5)])
+        dtype, shape, begin = file["rank_tensors"]["rng/words"]
+        assert (dtype, shape) == ("int64", [2]) and struct.unpack("<2q", data[begin : begin + 16]) == (rank, 2**40)
         for run in file["runs"]:
             for kind, dtype, begin in run["sections"]:
                 for index, *numbers in run["boxes"]:
@@ -112,7 +114,7 @@ def test_safetensors_and_a_reader_by_hand_find_the_same(tmp_path: Path) -> None:
     expected = {piece.key: tensor for piece, tensor in rank_pieces(1)}
     assert f"exp_avg/{WEIGHT}[2:4,0:3]" in expected and f"master/{SCALE}[]" in expected
     with safe_open(path, framework="pt") as file:
-        assert set(file.keys()) == {*expected, "rng/cpu"}
+        assert set(file.keys()) == {*expected, "rng/cpu", "rng/words"}
         for key, tensor in expected.items():
             assert file.get_tensor(key).dtype == tensor.dtype and torch.equal(file.get_tensor(key), tensor)
     data = path.read_bytes()
