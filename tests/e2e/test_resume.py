@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+from rlhpc.checkpoint.manifest import committed_steps
+from rlhpc.checkpoint.store import CheckpointStore
 from tests.e2e.runs import (
+    ROOT,
     assert_same_end,
     command,
     final_tensors,
@@ -19,6 +26,7 @@ from tests.e2e.runs import (
     start,
     wait_for,
 )  # fmt: skip
+from tests.saved_runs import flip_byte
 
 
 def test_the_uninterrupted_run_trains(reference: Path) -> None:
@@ -39,8 +47,8 @@ def test_the_weights_change(reference: Path) -> None:
     assert moments and all(total > 0 for total in moments.values())
 
 
-def test_killed_between_and_within_steps(task: Path, reference: Path, tmp_path: Path) -> None:
-    """SIGKILL right after a step that isn't committed, then at random moments until a run gets through."""
+def test_killed_between_and_within_steps_then_damaged(task: Path, reference: Path, tmp_path: Path) -> None:
+    """SIGKILL right after a step that isn't committed, then at a random moment; then the disk loses a bit."""
     arguments, log, run_dir = command(task, tmp_path / "run"), tmp_path / "log", tmp_path / "run"
     process = start(arguments, log)
     wait_for(lambda: len(rows(run_dir)) >= 4, process, log)  # step 3 is logged, 2 the newest checkpoint
@@ -48,14 +56,57 @@ def test_killed_between_and_within_steps(task: Path, reference: Path, tmp_path: 
     process.wait()
     assert max(row["step"] for row in rows(run_dir)) >= 3
 
-    draw = random.Random(7)
     process = start(arguments, log)
-    known = len(rows(run_dir))
-    wait_for(lambda: len(rows(run_dir)) != known, process, log)  # cut back: training goes on now
-    time.sleep(draw.uniform(0.0, 1.5))
+    wait_for(lambda: 4 in committed_steps(run_dir / "checkpoints"), process, log)
+    time.sleep(random.Random(7).uniform(0.0, 1.5))
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
 
+    before, newest = sorted(committed_steps(run_dir / "checkpoints"))[-2:]
+    shard = run_dir / f"checkpoints/step-{newest:06d}/rank-00001-0000.safetensors"
+    flip_byte(shard, shard.stat().st_size // 2)
+    log.unlink()
     run_to_end(arguments, log)
+    said = " ".join(log.read_text().split())
+    assert f"the checkpoint of step {newest} can't be used, trying the one before: rank 1: {shard}: chunk 0 has" in said
+    assert f"resuming after step {before} from" in said
     assert_same_end(run_dir, reference)
+    assert CheckpointStore(run_dir / "checkpoints").has(newest)  # it was saved again
     assert leftovers() == []
+
+
+def test_another_run_takes_over_the_whole_state_under_another_layout(
+    task: Path, reference: Path, tmp_path: Path
+) -> None:
+    """Two ranks with half of the experts each wrote it, one rank goes on: the same losses but for rounding."""
+    origin, run_dir, log = reference / "checkpoints/step-000004", tmp_path / "run", tmp_path / "log"
+    layout = [
+        "trainer.n_gpus_per_node=1",
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=1",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    ]
+    run_to_end(command(task, run_dir, *layout, f"resume.from={origin}"), log)
+    said = " ".join(log.read_text().split())
+    assert f"starting after step 4 with the whole state of {origin}, saved" in said
+    assert "differs actor_rollout_ref.actor.megatron.expert_model_parallel_size: 2 -> 1" in said
+    ours, theirs = rows(run_dir), rows(reference)[4:]
+    assert [row["step"] for row in ours] == [4, 5, 6]
+    for own, other in zip(ours, theirs, strict=True):
+        for name in ("critic/rewards/mean", "actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/lr"):
+            assert own[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (own["step"], name)
+    assert ours[2]["val-core/digits/reward/mean@1"] == pytest.approx(theirs[2]["val-core/digits/reward/mean@1"])
+
+
+def test_a_run_begins_with_exported_weights(task: Path, reference: Path, tmp_path: Path) -> None:
+    """Its first validation is the last one of the run that trained them; the KL is to the model's own directory."""
+    exported, run_dir, log = tmp_path / "exported", tmp_path / "run", tmp_path / "log"
+    export = [sys.executable, "-m", "rlhpc.cli.main", "export", str(reference), str(exported), "--dtype", "float32"]
+    subprocess.run(export, cwd=ROOT, check=True, capture_output=True)
+    warm = [f"resume.from={exported}", "resume.what=weights", "trainer.total_training_steps=1"]
+    run_to_end(command(task, run_dir, *warm, "actor_rollout_ref.actor.use_kl_loss=true"), log)
+    said = " ".join(log.read_text().split())
+    assert f"starting at step 0 with the weights of {exported}" in said
+    first, second = rows(run_dir)
+    score = "val-core/digits/reward/mean@1"
+    assert first[score] == rows(reference)[6][score] != rows(reference)[0][score]
+    assert second["actor/kl_loss"] > 1e-5 and second["actor/lr"] == rows(reference)[1]["actor/lr"]
