@@ -1,14 +1,15 @@
 """What a checkpoint costs: the seconds for which training stands still, and bytes per second against dd's.
 
-usage: python -m scripts.bench.checkpoint [--ranks 1 2 4] [--layers 6 30] [--turns 3] [--directory DIR] [--out DIR]
+usage: python -m scripts.bench.checkpoint [--cases 6x1 6x2 6x4 30x2] [--turns 3] [--directory DIR] [--out DIR]
 
-Masters and moments of the SmolLM2 mixture cut to so many layers, as the distributed optimizer lays them out over the
-ranks. A turn does each of these once, on all ranks at the same time, and counts the seconds of the slowest:
+A case is masters and moments of the SmolLM2 mixture cut to 6 or 30 layers (1.2 and 4.5 GB), as the distributed
+optimizer lays them out over 1, 2 or 4 ranks with experts parallel. A turn does each of these once, on all ranks at the
+same time, and counts the seconds of the slowest:
 
   dd_write    dd writes as many bytes as the rank has, and waits for the device (conv=fsync)
-  save        write_shard from the live tensors, then the commit: a synchronous save
+  save        write_shard from the live tensors, then the commit: a synchronous save with checkpoint.read_back=false
   blocked     the copy into host buffers: what training waits for when the save is asynchronous
-  behind      that copy written, read back from the device and compared, then the commit
+  behind      that copy written, read back from the device and compared, then the commit: as long as a synchronous save
   dd_read     dd reads the rank's files, which the page cache doesn't hold; dd_direct: past it (iflag=direct)
   load        the rank's state under the layout that wrote it, which the page cache doesn't hold; every chunk verified
   load_other  the same under another layout
@@ -54,7 +55,6 @@ from scripts.bench.sync import SMOLLM2_MOE, summary
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 PHASES = ("dd_write", "save", "blocked", "behind", "dd_read", "dd_direct", "load", "load_other")
-READERS = ("dd_read", "dd_direct", "load", "load_other")
 OFFSETS = 2**16  # where in the noise a tensor's content begins
 
 Pieces = list[tuple[Piece, torch.Tensor]]
@@ -195,7 +195,7 @@ def timed(run: Callable[..., object], *arguments: Any, cold: Sequence[Path] = ()
 
 def run_rank(rank: int, num_ranks: int, port: int, layers: int, args: argparse.Namespace, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     turn = Turn(args, layers, Path(folder))
     first = timed(turn.copy)  # also allocates
@@ -214,9 +214,10 @@ def row(
     """What is reported of a case."""
     seconds = {phase: [turn[phase] for turn in turns] for phase in PHASES if phase in turns[0]}
     ratios = {
-        "write, of dd": ("dd_write", "save"),
-        "read, of dd": ("dd_read", "load"),
-        "blocked, of a synchronous save": ("blocked", "save"),
+        "write / dd": ("dd_write", "save"),  # rates
+        "read / dd": ("dd_read", "load"),
+        "blocked / save": ("blocked", "save"),  # seconds
+        "blocked / save read back": ("blocked", "behind"),
     }
     return {
         "layers": layers,
@@ -268,16 +269,34 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """In Markdown: medians, of ratios with their ranges."""
+    phases = [phase for phase in PHASES if phase != "blocked"]
+    head = ["state", "ranks", "blocked", *(f"{phase}, GB/s" for phase in phases), *rows[0]["ratios"]]
+    lines = [head, ["---"] * len(head)]
+    for result in rows:
+        rates, ratios = result["gb_per_s"], result["ratios"].values()
+        lines.append(
+            [
+                f"{result['bytes'] / 1e9:.1f} GB",
+                str(result["ranks"]),
+                f"{result['seconds']['blocked']['median']:.2f} s",
+                *(f"{rates[phase]:.2f}" if phase in rates else "" for phase in phases),
+                *(f"{ratio['median']:.2f} ({ratio['min']:.2f} – {ratio['max']:.2f})" for ratio in ratios),
+            ]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the state lives")
-    parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
-    parser.add_argument("--layers", type=int, nargs="+", default=[6, 30], help="of 42 MB a piece: 1.2 and 4.5 GB")
+    parser.add_argument("--cases", nargs="+", default=["6x1", "6x2", "6x4", "30x2"], metavar="LAYERSxRANKS")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=Path("."), help="on the disk to be measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    rows = [run_case(layers, num_ranks, args) for layers in args.layers for num_ranks in args.ranks]
+    rows = [run_case(*map(int, case.split("x")), args) for case in args.cases]
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
     name = f"checkpoint-{place(gpu)}"
     report = {
@@ -290,10 +309,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
     plot(rows, args.out / f"{name}.png")
-    for result in rows:
-        rates = ", ".join(f"{phase} {rate}" for phase, rate in result["gb_per_s"].items())
-        print(f"{result['bytes'] / 1e9:.2f} GB, {result['ranks']} ranks, {result['pieces']} pieces: GB/s {rates}")
-        print("   " + ", ".join(f"{name}: {value['median']:.3f}" for name, value in result["ratios"].items()))
+    print(table(rows))
 
 
 if __name__ == "__main__":
