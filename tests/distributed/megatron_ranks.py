@@ -243,6 +243,25 @@ def train(trainer: Any, steps: range) -> Iterator[dict[str, float]]:
         yield trainer.step(filled_batches(trainer, batch, max_tokens=60), loss_spec(batch))
 
 
+def plain_and_sparing(model_dir: Path) -> list[dict[str, Any]]:
+    """Three bfloat16 steps, of more and more microbatches; the second time gradients are reduced during the backward,
+    and parts of layers computed again."""
+    sparing = {"overlap_grad_reduce": True, "recompute_modules": ["core_attn", "moe"]}
+    outcomes = []
+    for settings in ({}, {f"actor__megatron__{name}": value for name, value in sparing.items()}):
+        trainer = make_trainer(model_dir, {"ep": 2}, model__dtype="bfloat16", **settings)
+        metrics, num_microbatches = [], []
+        for step, max_tokens in enumerate((60, 35, 20)):
+            batch = sequences(8, seed=step)
+            batches = filled_batches(trainer, batch, max_tokens)
+            metrics.append(trainer.step(batches, loss_spec(batch)))
+            num_microbatches.append(len(batches))
+        weights = {name: value.view(torch.uint8).numpy().copy() for name, value in trainer.source_buffers().items()}
+        outcomes.append({"num_microbatches": num_microbatches, "metrics": metrics, "weights": weights})
+        forget_groups()
+    return outcomes
+
+
 def tiny_steps(model_dir: Path, sizes: Mapping[str, int], num_steps: int, lr: float) -> dict[str, Any]:
     """bfloat16 with steps far below its resolution, all on one batch. Looks at elements of at least 1/16, where
     neighbouring bfloat16 values are at least 2^-11 apart."""

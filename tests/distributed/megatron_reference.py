@@ -28,8 +28,6 @@ class Case:
     dtype: str = "float32"
     clip: float = 0.0
     balance: float = 0.0  # coefficient of the load-balancing loss
-    parts: tuple[str, ...] = ()  # of each layer, run again in the backward
-    overlap: bool = False  # gradients reduced during the backward
 
     @property
     def layout(self) -> ParallelLayout:
@@ -46,8 +44,6 @@ class Case:
             self.dtype != "float32" and self.dtype,
             self.clip and "clip",
             self.balance and "balance",
-            "+".join(self.parts),
-            self.overlap and "overlap",
         )
         return "-".join((*parts, *filter(None, flags)))
 
@@ -62,8 +58,6 @@ class Case:
             "model__dtype": self.dtype,
             "actor__optim__clip_grad": self.clip,
             "actor__megatron__moe_aux_loss_coeff": self.balance,
-            "actor__megatron__recompute_modules": list(self.parts),
-            "actor__megatron__overlap_grad_reduce": self.overlap,
         }
 
 
@@ -74,7 +68,6 @@ CASES = (
     Case(2),
     Case(2, {"ep": 2}),
     Case(2, {"ep": 2}, recompute=True),
-    Case(2, {"ep": 2}, parts=("core_attn", "moe"), overlap=True),
     Case(2, {"ep": 2}, max_sequences=1),  # an odd number of sequences: one microbatch is filler
     Case(2, {"etp": 2}),
     Case(2, {"tp": 2}),
