@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from rlhpc.checkpoint.chunks import CHUNK_BYTES, chunk_checksums
+from rlhpc.checkpoint.conformity import violations
 from rlhpc.checkpoint.durable import patiently, publish_file
 from rlhpc.checkpoint.pieces import Box, Index, Run, Section, StoredPiece, kind_order
 from rlhpc.errors import CheckpointError
@@ -148,27 +149,27 @@ class CheckpointManifest:
         return entries
 
     def require_whole(self) -> None:
-        """Raises CheckpointError naming a tensor that the pieces of a kind don't hold completely, though in part."""
-        held: dict[str, dict[str, set[Box]]] = defaultdict(lambda: defaultdict(set))
-        for entry in self.files:
-            for run in entry.runs:
-                for kind in {section.kind for section in run.sections}:
-                    boxes = held[kind]
-                    for box in run.boxes:
-                        boxes[box.name].add(box)
-        for kind, by_name in held.items():
-            for name, boxes_of in by_name.items():
-                found, needed = sum(box.num_elements for box in boxes_of), prod(self.shapes[name])
-                if found < needed:
-                    raise CheckpointError(
-                        f"step {self.step}: the ranks hold {found} of the {needed} elements of {kind} {name}"
-                    )
+        """Raises CheckpointError naming a tensor of which the ranks hold a part only, in one of its kinds. Equal boxes
+        count once; different ones that overlap are not looked for."""
+        sections = ((section, run) for entry in self.files for run in entry.runs for section in run.sections)
+        boxes = {(section.kind, box) for section, run in sections for box in run.boxes}
+        held: Counter[tuple[str, str]] = Counter()
+        for kind, box in boxes:
+            held[kind, box.name] += box.num_elements
+        for (kind, name), found in held.items():
+            if found < (needed := prod(self.shapes[name])):
+                raise CheckpointError(
+                    f"step {self.step}: the ranks hold {found} of the {needed} elements of {kind} {name}"
+                )
 
     def verify(self, *, checksums: bool = True) -> None:
-        """Raises CheckpointError naming the first file that is missing or differs; sizes only if so asked."""
+        """Raises CheckpointError naming the first file that is missing or differs; sizes only if so asked. Nothing is
+        read before all sizes are right."""
         with ThreadPoolExecutor(NUM_READERS) as pool:
-            for _ in pool.map(lambda entry: entry.verify(self.directory, checksums=checksums), self.files):
-                pass
+            for content in (False, True) if checksums else (False,):
+                verify = partial(FileEntry.verify, directory=self.directory, checksums=content)
+                for _ in pool.map(verify, self.files):
+                    pass
 
 
 def committed_steps(root: Path) -> dict[int, Path]:
@@ -237,8 +238,21 @@ def read_manifest(directory: Path) -> CheckpointManifest:
         raise CheckpointError(
             f"{path}: its content has xxh3 {seal[-19:-3].decode()}, but it says {document.get('xxh3')}; it was changed"
         )
+    try:
+        manifest = _decode_manifest(directory, document)
+        problem = next(violations(manifest), None)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        problem = repr(error)
+    if problem:
+        raise CheckpointError(f"{path}: not a manifest as docs/checkpoint-format.md describes it: {problem}")
+    return manifest
+
+
+def _decode_manifest(directory: Path, document: Mapping[str, Any]) -> CheckpointManifest:
     shapes = {name: tuple(shape) for name, shape in document["tensors"]}
     names = list(shapes)
+    if len(names) < len(document["tensors"]):
+        raise ValueError("two tensors have the same name")
     return CheckpointManifest(
         directory=directory,
         step=document["step"],
@@ -283,6 +297,8 @@ def _encode(entry: FileEntry, positions: Mapping[str, int], shapes: Mapping[str,
 
 def _decode(document: Mapping[str, Any], names: list[str], shapes: Mapping[str, Index]) -> FileEntry:
     def decode(numbers: list[int]) -> Box:
+        if numbers[0] < 0:
+            raise IndexError(f"a box of tensor {numbers[0]}")
         name, dims = names[numbers[0]], len(numbers) // 2
         if not dims:
             return Box(name, (0,) * len(shapes[name]), shapes[name])
