@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -84,12 +85,31 @@ def publish_file(path: Path, write: Callable[[Path], None], num_bytes: int | Non
         fsync(path.parent)
     except OSError as error:
         if num_bytes is None:
-            num_bytes = partial.stat().st_size if partial.exists() else 0
-        partial.unlink(missing_ok=True)
+            num_bytes = partial.stat().st_size if os.access(partial, os.F_OK) else 0
+        _remove(partial)
         raise_write_error(error, path, num_bytes)
     except CheckpointError:
-        partial.unlink(missing_ok=True)
+        _remove(partial)
         raise
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory and those above it; one that is there stays. Raises DiskFullError or CheckpointError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise CheckpointError(
+            f"{error.filename} is a file, or a link to nothing, where checkpoints need a directory; remove it, or "
+            "choose another trainer.default_local_dir"
+        ) from error
+    except OSError as error:
+        raise_write_error(error, path, 0)
+
+
+def _remove(partial: Path) -> None:
+    """What an error left. Where that can't be (a file system that turned read-only), the error says enough."""
+    with suppress(OSError):
+        partial.unlink(missing_ok=True)
 
 
 def free_bytes(directory: Path) -> int:

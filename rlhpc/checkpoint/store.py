@@ -125,7 +125,7 @@ class CheckpointStore:
         writer before or is itself the earlier try."""
         if self._acquired:
             return self.require_ownership()
-        self.root.mkdir(parents=True, exist_ok=True)
+        durable.make_directory(self.root)
         owner = self._owner()
         if owner and owner.supersedes(self._writer):
             raise CheckpointError(self._lost_to(owner))
@@ -158,7 +158,7 @@ class CheckpointStore:
     def ensure_space(self, num_bytes: int, num_files: int = 1) -> None:
         """Raises DiskFullError, telling needed and free, unless the root's file system has room for a
         save."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        durable.make_directory(self.root)
         durable.ensure_space(self.root, num_bytes, num_files)
 
     def begin(self, step: int) -> PendingCheckpoint:

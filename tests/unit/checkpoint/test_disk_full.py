@@ -14,6 +14,7 @@ from rlhpc.checkpoint.durable import DiskFullError, free_bytes
 from rlhpc.checkpoint.pieces import Piece
 from rlhpc.checkpoint.shards import lay_out, read_rank_state, write_shard
 from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.errors import CheckpointError
 
 MIB = 2**20
 
@@ -100,6 +101,30 @@ def test_full_while_the_manifest_is_written(small_disk: Path) -> None:
     with pytest.raises(DiskFullError, match=r"manifest.json: No space left on device"):
         store.save(2, shard(2 * MIB, 2), {"text": "x" * 2 * MIB})
     assert_only_first_left(small_disk)
+
+
+def test_a_file_system_that_turns_read_only(small_disk: Path) -> None:
+    """As the kernel makes it after errors: nothing can be written, and what a failed write began not removed."""
+    store = CheckpointStore(small_disk / "checkpoints")
+    store.save(1, shard(2**20, 1), {})
+    pending = store.begin(2)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(CheckpointError, match="can't write .*rank-00000-0000.safetensors: .*Read-only file system"):
+        write_shard(pending.directory, 0, [], {}, {"x": torch.ones(4)}, {})
+    with pytest.raises(CheckpointError, match="can't write .*owner.json: .*Read-only file system"):
+        CheckpointStore(small_disk / "checkpoints").begin(2)
+    found = store.load_latest()
+    assert found is not None and found.step == 1
+
+
+def test_no_place_for_a_directory(tmp_path: Path) -> None:
+    link = tmp_path / "checkpoints"
+    link.symlink_to(tmp_path / "scratch")
+    with pytest.raises(CheckpointError, match="checkpoints is a file, or a link to nothing, where"):
+        CheckpointStore(link).begin(1)
+    (tmp_path / "scratch").mkdir()
+    CheckpointStore(link).save(1, shard(100, 1), {})
+    assert (tmp_path / "scratch" / "step-000001" / "manifest.json").is_file()
 
 
 def test_a_quota(quota: Path) -> None:
