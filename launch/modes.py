@@ -82,6 +82,7 @@ def refuse_taken(cfg: RunConfig, model_config: dict[str, Any]) -> None:
 def _told(cfg: RunConfig, model_config: dict[str, Any]) -> int:
     from rlhpc.cli.plan import describe
 
+    refuse_taken(cfg, model_config)
     print(describe(cfg, model_config), "", *describe_start(cfg, model_config), sep="\n")
     return 0
 

@@ -27,7 +27,7 @@ def submit_run(cfg: RunConfig) -> int:
     checked([cfg], [model_config])
     if not cfg.launch.dry_run:
         check_model_files(cfg, model_config)
-        refuse_taken(cfg, model_config)
+    refuse_taken(cfg, model_config)
     start, job = describe_start(cfg, model_config), job_of(cfg)
     if cfg.launch.dry_run:
         print(describe(cfg, model_config), "", *start, *scripts([job]), sep="\n", end="")

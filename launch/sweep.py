@@ -37,6 +37,8 @@ def submit_sweep(points: Sequence[Point]) -> int:
     """
     runs, models = [point.cfg for point in points], composed_models(points)
     limit = checked(runs, models)
+    for cfg, model_config in zip(runs, models, strict=True):
+        refuse_taken(cfg, model_config)
     first = runs[0]
     sweep_dir = Path(commonpath([str(Path(cfg.run_dir).parent) for cfg in runs]))
     if first.launch.dry_run:
@@ -47,7 +49,6 @@ def submit_sweep(points: Sequence[Point]) -> int:
     for cfg, model_config in models_by_path.values():
         check_model_files(cfg, model_config)
     for cfg, model_config in zip(runs, models, strict=True):
-        refuse_taken(cfg, model_config)
         check_start(cfg, model_config)
     with submission.submitting(sweep_dir / submission.LOG_FOLDER):
         taken = submission.holders([cfg.run_dir for cfg in runs])

@@ -91,7 +91,7 @@ def refuse_another(directory: Path, config: Mapping[str, Any], model_config: Map
         raise CheckpointError(f"{path} is damaged ({error}); restore it, or choose another run_dir") from error
     differing = [
         f"  {key}: {json.dumps(old)} -> {json.dumps(new)}"
-        for key, old, new in differences(stored, {"config": dict(config), "model": dict(model_config)})
+        for key, old, new in _differences(stored, {"config": dict(config), "model": dict(model_config)})
         if not free(key.removeprefix("config."))
     ]
     if differing:
@@ -126,7 +126,7 @@ def free(key: str) -> bool:
     return any(key == free or key.startswith(free + ".") for free in FREE)
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(dotted key, old, new) of every leaf that differs, sorted; None for one that a side doesn't have."""
     before, after = dict(_leaves("", old)), dict(_leaves("", new))
     for key in sorted(before.keys() | after.keys()):

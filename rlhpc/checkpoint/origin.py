@@ -55,7 +55,7 @@ class Origin:
     @cached_property
     def settings(self) -> Mapping[str, Any]:
         """{config, model} with which the other run was started last; {} where that isn't beside its checkpoints."""
-        places = [self.path] if self.root is None else [self.path, self.root.absolute().parent]
+        places = [self.path] if self.root is None else [self.path, self.root, self.root.absolute().parent]
         return next(filter(None, map(last_start, places)), {})
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.identity import differences
 from rlhpc.checkpoint.manifest import CheckpointManifest
 from rlhpc.checkpoint.origin import Found, Origin, age_s, find_origin, last_start, none_usable
 from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.config.load import MISSING, diff
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import CheckpointError, ConfigError, ModelError
 from rlhpc.metrics.console import duration
 from rlhpc.reshard.families import family_for
 
-ELSEWHERE = ("cluster", "launch", "resume", "run_dir", "trainer.default_local_dir", "trainer.resume_")  # of no interest
+OF_NO_INTEREST = (
+    "cluster", "launch", "model._name_or_path", "model.transformers_version", "resume", "run_dir",
+    "trainer.default_local_dir", "trainer.resume_",
+)  # fmt: skip
 SAME_ARCHITECTURE = ("model_type", "num_heads", "num_kv_heads", "head_dim")  # the rest shows in shapes
 CURSOR_KEYS = {"batch_size": "data.train_batch_size", "seed": "seed", "shuffle": "data.shuffle"}
 
@@ -157,16 +161,21 @@ def describe_origin(origin: Origin) -> str:
 
 
 def differing(settings: Mapping[str, Any], cfg: RunConfig, model_config: Mapping[str, Any]) -> list[str]:
-    """A line for each key, old -> new, that a run set otherwise; keys that it didn't have are left out, as are those of
-    where and how it was started. `settings` is {config, model}, of which either may be missing."""
+    """A line for each key, old -> new, that a run set otherwise, but for where and how it was started, and for settings
+    that its rlhpc didn't have. `settings` is {config, model}, of which either may be missing."""
     ours = {"config": cfg.tree(), "model": dict(model_config)}
-    found = differences(settings, {section: ours[section] for section in settings if section in ours})
-    named = [(key.removeprefix("config."), old, new) for key, old, new in found]
-    return [
-        f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
-        for key, old, new in named
-        if old is not None and not key.startswith(ELSEWHERE)
+    found = [
+        (key, old, new)
+        for section in ours.keys() & settings.keys()
+        for key, old, new in diff({section: settings[section]}, {section: ours[section]})
+        if old != MISSING or section == "model"
     ]
+    named = [(key.removeprefix("config."), old, new) for key, old, new in sorted(found, key=itemgetter(0))]
+    return [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in named if not key.startswith(OF_NO_INTEREST)]
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value == MISSING else json.dumps(value)
 
 
 def settings_of(origin: Origin) -> Mapping[str, Any]:

@@ -101,17 +101,18 @@ def test_a_first_start_says_from_what(world: Path) -> None:
 
 
 def test_differing_settings_are_shown_old_to_new(world: Path) -> None:
-    theirs = config(world, trainer={"total_training_steps": 30}).tree()
+    theirs = config(world).tree()
     theirs["cluster"]["partition"] = "long"  # where it ran is of no interest
     del theirs["reshard"]["verify_every"]  # a setting that its rlhpc didn't have
-    identity = {"config": theirs, "model": model_config(world) | {"rope_theta": 5e5}}
+    identity = {"config": theirs, "model": model_config(world) | {"rope_theta": 5e5, "rope_scaling": {"factor": 4}}}
     (world / "other/run.json").write_text(json.dumps(identity))
     cfg = config(world, resume={"from": str(world / "other"), "what": "weights"}, trainer={"total_training_steps": 90})
     cfg.actor_rollout_ref.actor.optim.lr = 5e-6
     ours = model_config(world)["rope_theta"]
     assert told(cfg, world)[1:] == [
         "differs   actor_rollout_ref.actor.optim.lr: 1e-06 -> 5e-06",
-        "          trainer.total_training_steps: 30 -> 90",
+        "          trainer.total_training_steps: null -> 90",
+        "          model.rope_scaling.factor: 4 -> not set",
         f"          model.rope_theta: 500000.0 -> {ours}",
     ]
 
