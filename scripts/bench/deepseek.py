@@ -27,17 +27,17 @@ DEEPSEEK_V3 = {
 
 
 def latent_attention(facts: ModelFacts) -> Part:
-    """Multi-head latent attention and the norm before it."""
+    """Multi-head latent attention and the norm before it, in the order in which Megatron makes the parameters."""
     hidden, heads, attn = facts.hidden_size, facts.num_heads, "self_attn."
     shapes: dict[str, Shape] = {
         "input_layernorm.weight": (hidden,),
+        attn + "o_proj.weight": (hidden, heads * V_DIM),
         attn + "q_a_proj.weight": (Q_RANK, hidden),
-        attn + "q_a_layernorm.weight": (Q_RANK,),
         attn + "q_b_proj.weight": (heads * (NOPE_DIM + ROPE_DIM), Q_RANK),
         attn + "kv_a_proj_with_mqa.weight": (KV_RANK + ROPE_DIM, hidden),
-        attn + "kv_a_layernorm.weight": (KV_RANK,),
         attn + "kv_b_proj.weight": (heads * (NOPE_DIM + V_DIM), KV_RANK),
-        attn + "o_proj.weight": (hidden, heads * V_DIM),
+        attn + "q_a_layernorm.weight": (Q_RANK,),
+        attn + "kv_a_layernorm.weight": (KV_RANK,),
     }
     dims = {"q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
     placed: dict[str, Placement] = {
