@@ -214,7 +214,8 @@ def write_manifest(manifest: CheckpointManifest) -> None:
 
 
 def read_manifest(directory: Path) -> CheckpointManifest:
-    """Reads a manifest and verifies it against its own checksum, not the files it lists.
+    """Reads a manifest and verifies it against its own checksum, its format and its directory's name, not the files it
+    lists.
 
     Raises CheckpointError naming the file and the reason.
     """
@@ -245,6 +246,8 @@ def read_manifest(directory: Path) -> CheckpointManifest:
         problem = repr(error)
     if problem:
         raise CheckpointError(f"{path}: not a manifest as docs/checkpoint-format.md describes it: {problem}")
+    if (named := STEP_NAME.fullmatch(directory.absolute().name)) and int(named[1]) != manifest.step:
+        raise CheckpointError(f"{directory} is a copy of step {manifest.step} under another name; name it after that")
     return manifest
 
 

@@ -35,7 +35,10 @@ def find(argument: str, step: int | None = None) -> Checkpoints:
     checkpoint, or none of the step.
     """
     path = Path(argument)
-    if STEP_NAME.fullmatch(path.absolute().name) or (path / MANIFEST_NAME).is_file():
+    if (named := STEP_NAME.fullmatch(path.absolute().name)) and not path.is_dir():
+        known = ", ".join(map(str, _step_directories(path.absolute().parent))) or "none"
+        raise CheckpointError(f"{path} is no directory; steps beside it: {known}")
+    if named or (path / MANIFEST_NAME).is_file():
         found = Checkpoints(_run_around(path.absolute().parent), {_step_of(path): path})
         root = path.parent
     elif path.is_dir() and not is_run(path) and (steps := _step_directories(path)):
@@ -70,7 +73,9 @@ def byte_progress() -> Progress:
 
 
 def _step_directories(root: Path) -> dict[int, Path]:
-    matches = ((STEP_NAME.fullmatch(path.name), path) for path in root.iterdir()) if root.is_dir() else ()
+    matches = (
+        ((STEP_NAME.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir()) if root.is_dir() else ()
+    )
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from rlhpc.checkpoint.durable import free_bytes, fsync
 from rlhpc.checkpoint.manifest import CheckpointManifest, read_manifest
 from rlhpc.checkpoint.origin import last_start
-from rlhpc.cli.checkpoints import byte_progress, find
+from rlhpc.cli.checkpoints import Checkpoints, byte_progress, find
 from rlhpc.cli.plan import readable
 from rlhpc.cli.runs import Run
 from rlhpc.config.model_dir import read_model_config
@@ -61,8 +61,7 @@ def export(
     """
     checkpoints = find(argument, step)
     directory = checkpoints.newest
-    manifest = read_manifest(directory)
-    manifest.verify(checksums=False)
+    manifest = _readable(checkpoints)
     model = _model(checkpoints.run, model_dir, directory)
     shapes = _shapes(manifest, model)
     dtype = dtype or _trained_dtype(checkpoints.run, model)
@@ -93,12 +92,26 @@ def export(
     )
 
 
+def _readable(checkpoints: Checkpoints) -> CheckpointManifest:
+    try:
+        manifest = read_manifest(checkpoints.newest)
+        manifest.verify(checksums=False)
+    except CheckpointError as error:
+        *older, _ = checkpoints.steps
+        if older:
+            raise CheckpointError(f"{error}; for the checkpoint before it: --step {older[-1]}") from error
+        raise
+    return manifest
+
+
 @contextmanager
 def _appearing_whole(target: Path, needed_bytes: int) -> Iterator[Path]:
     """A directory to fill, which afterwards is `target`; after a failure it is gone."""
     place = target.resolve()
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
         raise ConfigError(f"{target} exists and is no empty directory; choose another, or remove it")
+    if place.is_mount():  # can't be renamed onto
+        raise ConfigError(f"{target} is where a file system is mounted; choose a directory in it: {target / 'model'}")
     partial = place.with_name(f"{place.name}.partial")
     if partial.exists():
         raise ConfigError(f"{partial} exists: of an export that is under way, or was killed; then remove it")

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from math import prod
+from math import isfinite, nan, prod
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Checkpoint:
     tensors: int
     bytes_by_kind: dict[str, int]
     config_digest: str | None
-    validation: dict[str, float]  # the step's metrics that begin with val-core/
+    validation: dict[str, float | None]  # the step's metrics that begin with val-core/; None: not finite
     missing: list[str]  # files that are absent or of another size than the manifest says
 
 
@@ -114,7 +114,9 @@ def look(step: int, directory: Path) -> Checkpoint:
         tensors=len(manifest.shapes),
         bytes_by_kind={kind: by_kind[kind] for kind in manifest.kinds},
         config_digest=manifest.config_digest or None,
-        validation={name: value for name, value in record.items() if name.startswith("val-core/")},
+        validation={
+            name: value if isfinite(value) else None for name, value in record.items() if name.startswith("val-core/")
+        },
         missing=[entry.name for entry in manifest.files if _size(directory / entry.name) != entry.size_bytes],
     )
 
@@ -153,7 +155,7 @@ def table(checkpoints: Sequence[Checkpoint]) -> Table:
         if one.problem:
             made.add_row(str(one.step), "-", "-", "-", "-", "-", one.problem, style="bold red")
         else:
-            scores = ", ".join(f"{value:.4g}" for value in one.validation.values())
+            scores = ", ".join(f"{nan if value is None else value:.4g}" for value in one.validation.values())
             made.add_row(
                 str(one.step), duration(one.age_s), readable(one.size_bytes), str(one.world_size),
                 layout_text(one.layout), scores or "-", _state(one), style="bold red" if one.missing else None,
@@ -177,7 +179,7 @@ def details(one: Checkpoint) -> Iterator[str]:
     if one.config_digest:
         yield f"  config      {one.config_digest}"
     for name, value in one.validation.items():
-        yield f"  validation  {name} {value:.4g}"
+        yield f"  validation  {name} {nan if value is None else value:.4g}"
     yield f"  state       {_state(one)}{'' if one.missing else ' by its sizes; rlhpc verify compares the checksums'}"
 
 

@@ -42,7 +42,7 @@ class Run:
         """The configuration of the last submission or start, {} where there is none to read."""
         files = (path for name in SETTINGS if (path := self.directory / name).is_file())
         for path in sorted(files, key=_modified, reverse=True):
-            with suppress(OSError, ValueError, YAMLError):
+            with suppress(OSError, ValueError, TypeError, LookupError, YAMLError):
                 text = path.read_text()
                 return dict(json.loads(text)["config"] if path.suffix == ".json" else safe_load(text) or {})
         return {}

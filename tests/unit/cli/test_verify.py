@@ -74,6 +74,11 @@ def test_one_step_and_a_copy(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert said.err.endswith("error: 1 of 1 checkpoints can't be used: step 7\n")
     assert main(["verify", str(run), "--step", "8"]) == 2
     assert f"no checkpoint of step 8 in {run}/checkpoints; committed steps: 3, 7, 9" in capsys.readouterr().err
+    assert main(["verify", str(run / "checkpoints/step-000008")]) == 2
+    assert "step-000008 is no directory; steps beside it: 3, 7, 9" in capsys.readouterr().err
+    shutil.copytree(run / "checkpoints/step-000003", run / "checkpoints/step-000008")
+    assert main(["verify", str(run), "--step", "8"]) == 1
+    assert "step-000008 is a copy of step 3 under another name" in capsys.readouterr().out
 
 
 def test_a_run_that_has_saved_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
