@@ -25,8 +25,10 @@ def content(step: int, piece: Piece) -> torch.Tensor:
     return (numbers[tuple(map(slice, piece.start, piece.stop))] + 1000 * step + 200 * kind).float()
 
 
-def write_rank(pending: PendingCheckpoint, rank: int, *, read_back: bool = False) -> list[FileEntry]:
-    """Two files, one of several chunks."""
+def write_rank(
+    pending: PendingCheckpoint, rank: int, *, max_file_bytes: int = 1000, read_back: bool = False
+) -> list[FileEntry]:
+    """Of several chunks, in two files unless they may be larger."""
     pieces = [Piece(k, "w", (2 * rank, 0), (2 * rank + 2, 50)) for k in ("master", "exp_avg", "exp_avg_sq")]
     pieces += [Piece("weight", "frozen", (0,), (3,))]
     return write_shard(
@@ -36,15 +38,16 @@ def write_rank(pending: PendingCheckpoint, rank: int, *, read_back: bool = False
         SHAPES,
         {"rng": torch.tensor([pending.step, rank])},
         {"step": pending.step},
-        max_file_bytes=1000,
+        max_file_bytes=max_file_bytes,
         chunk_bytes=600,
         read_back=read_back,
     )
 
 
-def save(store: CheckpointStore, step: int) -> None:
+def save(store: CheckpointStore, step: int, *, max_file_bytes: int = 1000) -> None:
     pending = store.begin(step)
-    store.commit(pending, [e for rank in range(NUM_RANKS) for e in write_rank(pending, rank)], {"step": step})
+    entries = [e for rank in range(NUM_RANKS) for e in write_rank(pending, rank, max_file_bytes=max_file_bytes)]
+    store.commit(pending, entries, {"step": step})
 
 
 def loaded_step(root: Path) -> int:

@@ -6,9 +6,7 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import NoReturn
@@ -18,13 +16,6 @@ import pytest
 from rlhpc.checkpoint.manifest import FileEntry
 from rlhpc.checkpoint.store import CheckpointStore
 from tests.unit.checkpoint.saves import NUM_RANKS, at_disk_call, in_child, loaded_step, save, write_rank
-
-
-@pytest.fixture
-def in_memory() -> Iterator[Path]:
-    """A directory that outlives processes, not the machine (test_power cuts that): nothing waits for a disk."""
-    with tempfile.TemporaryDirectory(prefix="rlhpc-test-", dir="/dev/shm") as directory:
-        yield Path(directory)
 
 
 def die() -> None:
@@ -104,12 +95,14 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
             os.write(write_end, f"{step}\n".encode())
             store.retain(2)
 
-    committed = 0
-    for _ in range(40):
+    committed, longest_s = 0, 0.0
+    for _ in range(25):
+        begin = time.monotonic()
         child = in_child(save_for_ever)
         if not committed:
             committed = int(os.read(read_end, 1 << 16).split()[-1])
-        time.sleep(rng.uniform(0, 0.15))
+            longest_s = 2 * (time.monotonic() - begin)
+        time.sleep(rng.uniform(0, longest_s))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.write(write_end, b"\n")
@@ -119,4 +112,4 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         assert loaded in (committed, committed + 1)  # killed between the commit and the telling
         committed = loaded
     os.close(read_end), os.close(write_end)
-    assert committed > 5
+    assert committed > 3
