@@ -136,7 +136,7 @@ def totals(ranks: list[Any], step: int) -> dict[str, float]:
     return sums | {name: values.pop() for name, values in same.items()}
 
 
-@pytest.mark.parametrize(("saved", "name"), [(saved, name) for saved, name in SAME.items()])
+@pytest.mark.parametrize(("saved", "name"), list(SAME.items()), ids=list(SAME))
 def test_the_same_layout_goes_on_bitwise(outcomes: Outcomes, saved: str, name: str) -> None:
     """A new process takes the same two steps to the last bit, random generators included."""
     for one, two in zip(outcomes[saved], outcomes[f"{saved} as {name}"], strict=True):
@@ -146,7 +146,7 @@ def test_the_same_layout_goes_on_bitwise(outcomes: Outcomes, saved: str, name: s
             np.testing.assert_array_equal(weights, two["weights"][parameter], err_msg=parameter)
 
 
-@pytest.mark.parametrize(("saved", "name"), list(LOADED), ids=" as ".join)
+@pytest.mark.parametrize(("saved", "name"), list(LOADED), ids=[" as ".join(key) for key in LOADED])
 def test_another_layout_goes_on_alike(outcomes: Outcomes, root: Path, saved: str, name: str) -> None:
     """The state is the same bit for bit, whoever holds it, and so, to rounding, are the two steps that follow: the
     second one is taken with what masters, moments and schedule made of the first."""
