@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from rlhpc.checkpoint.durable import free_bytes, fsync
 from rlhpc.checkpoint.manifest import CheckpointManifest, read_manifest
@@ -25,7 +24,7 @@ from rlhpc.config.model_dir import read_model_config
 from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
-from rlhpc.reshard.hf import INDEX_NAME, copy_side_files, index_text, split_into_files
+from rlhpc.reshard.hf import INDEX_NAME, copy_side_files, index_text, split_into_files, write_tensors
 from rlhpc.reshard.plan import ITEM_BYTES
 from rlhpc.reshard.saved import WEIGHT_KINDS, load_saved
 
@@ -136,7 +135,7 @@ def _write_file(path: Path, manifest: CheckpointManifest, shapes: Shapes, dtype:
     tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()}
     specs = [ShardSpec.whole(name, shape, dtype, (0,)) for name, shape in shapes.items()]
     load_saved(manifest, WEIGHT_KINDS, specs, 0, tensors, cast=True)
-    save_file(tensors, path, metadata={"format": "pt"})
+    write_tensors(tensors, path)
 
 
 def _model(run: Run | None, model_dir: Path | None, checkpoint: Path) -> Model:

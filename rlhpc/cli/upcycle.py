@@ -22,11 +22,18 @@ from typing import Any
 import torch
 from rich.progress import track
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from rlhpc.errors import ConfigError, ModelError
 from rlhpc.reshard.families import FAMILIES
-from rlhpc.reshard.hf import FILE_BYTES, INDEX_NAME, check_hf, copy_side_files, file_names, index_text
+from rlhpc.reshard.hf import (
+    FILE_BYTES,
+    INDEX_NAME,
+    check_hf,
+    copy_side_files,
+    file_names,
+    index_text,
+    write_tensors,
+)
 
 DENSE, SPARSE = FAMILIES["llama"], FAMILIES["mixtral"]
 LLAMA_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp", "rope_interleaved", "is_llama_config")
@@ -156,7 +163,7 @@ def write_files(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, fi
     contents: list[list[str]] = []
     num_parameters = total_bytes = 0
     for group in _groups(tensors, file_bytes):
-        save_file(group, directory / f"{len(contents)}.partial", metadata={"format": "pt"})
+        write_tensors(group, directory / f"{len(contents)}.partial")
         contents.append(list(group))
         num_parameters += sum(tensor.numel() for tensor in group.values())
         total_bytes += sum(tensor.nbytes for tensor in group.values())

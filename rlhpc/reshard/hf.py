@@ -179,7 +179,7 @@ def save_hf(
         device = next(iter(buffers.values())).device
         gathered = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=device) for s in mine}
         Resharder(plan(specs, targets), rank, group).run(buffers, gathered)
-        failure = _write_tensors(directory / turn[rank], gathered) if mine else None
+        failure = _write_file(directory / turn[rank], gathered) if mine else None
         _raise_together(failure, group)
     failure = _finish(directory, source, files) if rank == 0 else None
     _raise_together(failure, group)
@@ -216,17 +216,25 @@ def _num_bytes(spec: ShardSpec) -> int:
     return prod(spec.shape) * ITEM_BYTES[spec.dtype]
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str | None:
+def _write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> str | None:
     """Writes one file under its name only when it is whole; returns why it couldn't."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+        write_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, partial)
         _publish(partial, path)
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
         return f"{path} can't be written: {error}"
     return None
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """A safetensors file as Transformers wants it. Raises OSError and SafetensorError."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors 0.8 lets nobody but the owner read what it writes
 
 
 def _finish(directory: Path, source: Path, files: Mapping[str, Sequence[ShardSpec]]) -> str | None:

@@ -106,6 +106,7 @@ def test_an_older_step_and_what_lies_beside_the_weights(trained: tuple[Path, Pat
     start = after.parent / "start"
     beside = {path.name for path in start.iterdir()} - {"model.safetensors"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == beside | {"model.safetensors"}
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # whoever reads one reads all
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= beside
     for name in beside - {"config.json"}:
         assert (tmp_path / "out" / name).read_bytes() == (start / name).read_bytes()

@@ -102,6 +102,7 @@ def test_files_are_split_by_size_and_indexed(tmp_path):
     assert one.keys() == many.keys() and all(torch.equal(one[n], many[n]) for n in one)  # random ones, too
     names = {path.name for path in (tmp_path / "one").iterdir()}
     assert {"tokenizer.json", "generation_config.json"} <= names
+    assert len({path.stat().st_mode for path in (tmp_path / "one").iterdir()}) == 1  # whoever reads one reads all
 
 
 def test_sharded_bfloat16_in_and_out(tmp_path):
