@@ -66,9 +66,13 @@ class FileEntry:
             size = patiently(path, path.stat).st_size
             if size != self.size_bytes:
                 raise CheckpointError(f"{path}: {size} bytes, the manifest says {self.size_bytes}")
-            found = chunk_checksums(path, self.chunk_bytes) if checksums else list(self.checksums)
+            if not checksums:
+                return
+            found = chunk_checksums(path, self.chunk_bytes)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from error
+        if len(found) != len(self.checksums):
+            raise CheckpointError(f"{path}: {len(found)} chunks, the manifest has checksums of {len(self.checksums)}")
         for chunk, checksum in enumerate(found):
             self.compare(directory, chunk, checksum)
 

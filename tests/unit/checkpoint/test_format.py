@@ -199,6 +199,8 @@ def test_chunks(tmp_path: Path) -> None:
     assert chunk_checksums(path, 1000) == expected
     entry = FileEntry("file", 0, 2500, tuple(expected), 1000)
     entry.verify(tmp_path)
+    with pytest.raises(CheckpointError, match="file: 3 chunks, the manifest has checksums of 2"):
+        FileEntry("file", 0, 2500, tuple(expected[:2]), 1000).verify(tmp_path)
     path.write_bytes(data[:1500] + bytes([data[1500] ^ 128]) + data[1501:])
     with pytest.raises(CheckpointError, match="file: chunk 1 has xxh3"):
         entry.verify(tmp_path)
