@@ -35,7 +35,8 @@ def verify(argument: str, step: int | None = None) -> None:
     Raises DamagedError where there is one, and CheckpointError and ConfigError where there is nothing to verify.
     """
     found = find(argument, step)
-    begin, num_bytes, damaged = time.monotonic(), 0, []
+    begin, num_bytes = time.monotonic(), 0
+    deleted, damaged = [], []
     for number, directory in found.steps.items():
         try:
             manifest = read_manifest(directory)
@@ -46,21 +47,20 @@ def verify(argument: str, step: int | None = None) -> None:
             problems, state = [str(error)], "UNREADABLE"
         if not directory.exists():
             print(f"step {number}: deleted meanwhile")
+            deleted.append(number)
             continue
         print(f"step {number}: {state}", *problems, sep="\n  ", flush=True)
         if problems:
             damaged.append(number)
+    if len(deleted) == len(found.steps):
+        raise CheckpointError("all of them were deleted meanwhile, as checkpoint.keep asks; verify the newer ones")
     seconds = time.monotonic() - begin
     print(f"{readable(num_bytes)} in {seconds:.1f} s, {num_bytes / 1e9 / seconds:.2f} GB/s")
     if damaged:
-        hint = (
-            f"; the run goes on from the newest that can: rlhpc resume {quote(str(found.run.directory))}"
-            if found.run
-            else ""
-        )
-        raise DamagedError(
-            f"{len(damaged)} of {len(found.steps)} checkpoints can't be used: step {', '.join(map(str, damaged))}{hint}"
-        )
+        told = f"{len(damaged)} of {len(found.steps)} checkpoints can't be used: step {', '.join(map(str, damaged))}"
+        if found.run:
+            told += f"; the run goes on from the newest that can: rlhpc resume {quote(str(found.run.directory))}"
+        raise DamagedError(told)
 
 
 def verify_files(manifest: CheckpointManifest) -> list[str]:

@@ -232,6 +232,8 @@ def test_a_disk_without_room_is_left_as_it_was(
     trained: tuple[Path, Path], small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, after = trained
+    assert main(["export", str(run), str(small_disk)]) == 2
+    assert f"is where a file system is mounted; choose a directory in it: {small_disk}/model" in capsys.readouterr().err
     (small_disk / "ballast").write_bytes(bytes(3 * 2**20))
     assert main(["export", str(run), str(small_disk / "out")]) == 2
     assert f"{small_disk} has 3 MiB free; free some space" in capsys.readouterr().err
