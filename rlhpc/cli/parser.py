@@ -20,6 +20,7 @@ examples:
   rlhpc status                                            every run under outputs/ and in the queue
   rlhpc logs -f outputs/rlhpc/default                     follow a run until it has ended
   rlhpc resume outputs/rlhpc/default launch.time_min=600  go on, with something changed
+  rlhpc export outputs/rlhpc/default models/mine          the newest checkpoint as a Hugging Face directory
 `rlhpc COMMAND --help` tells more."""
 
 
