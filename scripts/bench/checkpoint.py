@@ -116,7 +116,7 @@ class Turn:
         self.state.fill(self.noise)
         self.store, self.step = CheckpointStore(root), 0  # only rank 0's is used to write
         self.scratch = root / f"dd-{self.rank}"
-        self.snapshot = Snapshot()
+        self.snapshot = Snapshot(torch.get_num_threads())
 
     def run(self) -> dict[str, float]:
         """Seconds of the slowest rank, by phase."""
