@@ -2,49 +2,80 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
 
 ALIGNMENT = 64  # bytes; a multiple of every element's size
+SLICE_BYTES = 16 * 2**20  # copied at once by one thread
+
+Move = tuple[Callable[[int, int, int], object], int, int, int]  # memmove or memset with its arguments
 
 
 class Snapshot:
-    """Host memory for one copy of a rank's tensors. The first `take` allocates it, which takes longer, and the next
-    ones use it again. A trainer asleep holds its state in pinned host memory, from which this is a copy at memory
-    speed."""
+    """Host memory for one copy of a rank's tensors, used again by every `take`. A trainer asleep holds its state in
+    host memory, from which this copies as fast as `num_threads` cores can."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int = 1) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="snapshot")
 
     @property
     def num_bytes(self) -> int:
         return len(self._memory)
 
+    def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes the memory that a copy of `tensors` needs, where it isn't there yet: the kernel gives pages more slowly
+        than a copy fills them. Raises OSError where there is no such memory."""
+        needed = sum(map(_aligned, tensors))
+        if needed <= self.num_bytes:
+            return
+        self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+        memory = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages, which are given twice as fast
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        begin = self._memory.data_ptr()
+        self._together([(ctypes.memset, begin + at, 0, length) for at, length in _slices(needed)])
+
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous CPU tensors with the present content of `tensors`. They hold until the next `take`: whoever reads
-        them has to be done by then. Raises OSError where there is no such memory."""
-        needed = sum(map(_aligned, tensors))
-        if needed > self.num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
-            self._memory = _allocated(needed)
-        copies, begin = [], 0
+        them has to be done by then. Raises OSError as `reserve` does."""
+        self.reserve(tensors)
+        copies, moves, begin = [], [], 0
         for tensor in tensors:
             copy = self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies.append(copy.copy_(tensor.detach()))
+            if tensor.is_cpu and tensor.is_contiguous():
+                to, source = copy.data_ptr(), tensor.data_ptr()
+                moves += [(ctypes.memmove, to + at, source + at, length) for at, length in _slices(tensor.nbytes)]
+            else:
+                copy.copy_(tensor.detach())
+            copies.append(copy)
             begin += _aligned(tensor)
+        self._together(moves)
         return copies
+
+    def _together(self, moves: Sequence[Move]) -> None:
+        """memmove and memset let other threads run meanwhile. What is small isn't worth a thread's attention."""
+        large = []
+        for function, to, source, length in moves:
+            if length == SLICE_BYTES:
+                large.append(self._threads.submit(function, to, source, length))
+            else:
+                function(to, source, length)
+        for done in large:
+            done.result()
+
+
+def _slices(num_bytes: int) -> Iterator[tuple[int, int]]:
+    """(begin, length) of each."""
+    for begin in range(0, num_bytes, SLICE_BYTES):
+        yield begin, min(SLICE_BYTES, num_bytes - begin)
 
 
 def _aligned(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _allocated(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes] in huge pages where the kernel has them, which halves the time of the first copy."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -99,7 +99,8 @@ def node_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: str) ->
         copies = sum(rank.optimizer // optimizer_bytes * SAVED_BYTES for rank in ranks)
         asleep = sum(rank.trainer_weights + rank.optimizer + rank.reference_weights for rank in ranks)
         held = sum(rank.total for rank in ranks) if device == "cpu" else asleep
-        nodes.append(NodeMemory(held, copies if cfg.checkpoint.async_save else 0))
+        copied = cfg.checkpoint.async_save and cfg.trainer.save_freq > 0  # the last step's is waited for
+        nodes.append(NodeMemory(held, copies if copied else 0))
     return max(nodes, key=lambda node: node.total)
 
 

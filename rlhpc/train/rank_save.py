@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,19 @@ if TYPE_CHECKING:  # a worker sets its environment before torch is first importe
 class RankSaver:
     """Saves a trainer's state, at most one at a time: the driver begins the next when all have reported."""
 
-    def __init__(self, rank: int, trainer: Trainer, tell: Callable[[str, str], object]) -> None:
-        """`tell(key, report)` leaves a report where the driver looks for it."""
+    def __init__(
+        self, rank: int, trainer: Trainer, tell: Callable[[str, str], object], *, num_threads: int, reserve: bool
+    ) -> None:
+        """`tell(key, report)` leaves a report where the driver looks for it; `num_threads` copy. `reserve` takes the
+        memory for copies at once: raises CheckpointError where it isn't there."""
         from rlhpc.checkpoint.snapshot import Snapshot
 
         self._rank, self._trainer, self._tell = rank, trainer, tell
-        self._snapshot = Snapshot()
+        self._snapshot = Snapshot(num_threads)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        if reserve:
+            with self._memory_for(state := trainer.state_pieces()):
+                self._snapshot.reserve([tensor for _, tensor in state.pieces])
 
     def write(self, directory: Path, *, read_back: bool) -> list[FileEntry]:
         """Writes this rank's files into a pending checkpoint. Raises as `write_shard` does."""
@@ -41,15 +47,8 @@ class RankSaver:
     def begin(self, directory: Path, save_id: str, *, read_back: bool) -> None:
         """Returns when the state is copied; the report of its writing comes under `report_key`. Raises CheckpointError
         where there is no memory for the copy."""
-        state = self._state()
-        try:
+        with self._memory_for(state := self._state()):
             copies = self._snapshot.take([tensor for _, tensor in state.pieces])
-        except OSError as error:
-            size = sum(tensor.nbytes for _, tensor in state.pieces) / 2**30
-            raise CheckpointError(
-                f"rank {self._rank} has no {size:.2f} GiB of memory for a copy of its state: {error}; give the job "
-                "more (cluster.memory_gib_per_node), or set checkpoint.async_save=false"
-            ) from error
         copied = replace(
             state,
             pieces=[(piece, copy) for (piece, _), copy in zip(state.pieces, copies, strict=True)],
@@ -57,6 +56,17 @@ class RankSaver:
         )
         writing = self._thread.submit(self._written, directory, copied, read_back)
         writing.add_done_callback(partial(self._report, save_id))
+
+    @contextmanager
+    def _memory_for(self, state: TrainerState) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            size = sum(tensor.nbytes for _, tensor in state.pieces) / 2**30
+            raise CheckpointError(
+                f"rank {self._rank} has no {size:.2f} GiB of memory for a copy of its state: {error}; give the job "
+                "more (cluster.memory_gib_per_node), or set checkpoint.async_save=false"
+            ) from error
 
     def _state(self) -> TrainerState:
         self._trainer.sleep()  # what is on a device goes to host memory

@@ -82,7 +82,13 @@ class RankWorker:
         self.engine = build_engine(cfg, hf_config, self._device, self.rank, self.world_size, ident)
         self.engine.sleep()
         self.trainer = build_trainer(cfg, hf_config, self._device)
-        self._saver = RankSaver(self.rank, self.trainer, self._store.set)
+        self._saver = RankSaver(
+            self.rank,
+            self.trainer,
+            self._store.set,
+            num_threads=max(1, min(8, len(os.sched_getaffinity(0)) // cfg.trainer.n_gpus_per_node)),
+            reserve=cfg.checkpoint.async_save and cfg.trainer.save_freq > 0,
+        )
         self._publishes = 0
         self._start_s = time.monotonic() - begin
 

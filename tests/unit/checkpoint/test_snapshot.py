@@ -1,8 +1,9 @@
 """Copies that outlive what they were made of, in memory that is used again."""
 
+import pytest
 import torch
 
-from rlhpc.checkpoint.snapshot import Snapshot
+from rlhpc.checkpoint.snapshot import SLICE_BYTES, Snapshot
 
 
 def test_a_copy_stays_while_training_goes_on() -> None:
@@ -24,3 +25,18 @@ def test_a_copy_stays_while_training_goes_on() -> None:
     assert torch.equal(copies[1], again[1])  # the same memory
     larger = snapshot.take([*live, torch.ones(1000)])
     assert snapshot.num_bytes > size and larger[-1].sum() == 1000 and larger[0].unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_large_tensors_are_copied_in_slices(num_threads: int) -> None:
+    size = SLICE_BYTES // 4
+    live = [torch.randn(2 * size + 5), torch.randn(size, 1), torch.randn(7), torch.randn(3, size // 2).T]
+    snapshot = Snapshot(num_threads)
+    snapshot.reserve(live)
+    address = snapshot.take(live)[0].data_ptr()
+    for _ in range(2):
+        for tensor in live:
+            tensor.mul_(-3.0)
+        copies = snapshot.take(live)
+        assert copies[0].data_ptr() == address
+        assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, live, strict=True))

@@ -42,7 +42,7 @@ def config(world_size, dtype, checkpoint=None, cluster=None, **megatron):
             "rollout": {"tensor_model_parallel_size": 2},
         },
         "data": {"train_files": "/d"},
-        "trainer": {"n_gpus_per_node": world_size},
+        "trainer": {"n_gpus_per_node": world_size, "save_freq": 10},
         "checkpoint": checkpoint or {},
         "cluster": cluster or {},
     }

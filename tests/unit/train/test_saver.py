@@ -59,7 +59,7 @@ class HalfTrainer:
 class Rank:
     def __init__(self, rank: int, tell: Callable[[str, str], object]) -> None:
         self.trainer = HalfTrainer(rank)
-        self._saver = RankSaver(rank, self.trainer, tell)  # type: ignore[arg-type]
+        self._saver = RankSaver(rank, self.trainer, tell, num_threads=1, reserve=True)  # type: ignore[arg-type]
         self.place = {"dp_rank": rank, "dp_size": 2, "replica_rank": rank, "num_replicas": 2, "start_s": 0.0}
 
     def describe(self) -> dict[str, Any]:
