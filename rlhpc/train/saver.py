@@ -60,6 +60,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._given_up = threading.Event()
         self._flight: _Flight | None = None
+        self._retiring: threading.Thread | None = None
         self._metric_checked = not cfg.checkpoint.keep_best
         self._metrics: Metrics = {}
 
@@ -100,12 +101,15 @@ class Saver:
 
         def commit() -> Metrics:
             try:
-                return self._commit(state, pending, lambda: self._reported(save_id), begin, retire=True)
+                metrics = self._commit(state, pending, lambda: self._reported(save_id), begin)
             except CheckpointError as error:
                 if self._given_up.is_set():
                     raise
                 self._store.require_ownership()
                 return self._missed(state.step, error)
+            self._retiring = threading.Thread(target=self._retire_behind, name="retire", daemon=True)
+            self._retiring.start()
+            return metrics
 
         self._flight = _Flight(state.step, begin, self._thread.submit(commit))
 
@@ -113,7 +117,7 @@ class Saver:
         """Returns when the state is committed. In a `hurry` nothing is read back, and so nothing older deleted. Raises
         DiskFullError and other CheckpointErrors."""
         begin = time.monotonic()
-        self.drain()
+        self.drain(hurry=hurry)
         if self._store.has(state.step, checksums=False):
             return
         pending = self._store.begin(state.step)
@@ -125,17 +129,13 @@ class Saver:
                 self._ranks.settle()  # others may still be writing
                 raise
 
-        self._add(self._commit(state, pending, write, time.monotonic(), retire=not hurry))
+        self._add(self._commit(state, pending, write, time.monotonic()))
+        if not hurry:
+            self.retire()
         self._add({"checkpoint/blocked_s": time.monotonic() - begin})
 
     def _commit(
-        self,
-        state: TrainState,
-        pending: PendingCheckpoint,
-        written: Callable[[], list[FileEntry]],
-        begin: float,
-        *,
-        retire: bool,
+        self, state: TrainState, pending: PendingCheckpoint, written: Callable[[], list[FileEntry]], begin: float
     ) -> Metrics:
         """Commits what the ranks have `written`. A save that fails leaves the earlier checkpoints as they are."""
         self._check_metric(state)
@@ -148,8 +148,6 @@ class Saver:
             raise
         seconds = time.monotonic() - begin
         self._progress.committed(state.step, seconds)
-        if retire:
-            self.retire()
         return {"checkpoint/write_s": seconds, "checkpoint/bytes": float(manifest.size_bytes)}
 
     def _check_metric(self, state: TrainState) -> None:
@@ -179,6 +177,14 @@ class Saver:
 
         self._store.retain(cfg.keep, every=cfg.keep_every, best=cfg.keep_best, mode=cfg.best_mode, score=score)
 
+    def _retire_behind(self) -> None:
+        """In a thread that nobody waits for in a hurry: deleting terabytes takes minutes, and what is left of that when
+        the process ends, the next one's first save clears away."""
+        try:
+            self.retire()
+        except (CheckpointError, OSError) as error:
+            self._reporter.say(f"WARNING: older checkpoints are not deleted: {error}")
+
     # --- what became of it
 
     def alarm(self, step: int, error: CheckpointError) -> None:
@@ -197,12 +203,15 @@ class Saver:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def drain(self) -> None:
+    def drain(self, *, hurry: bool = False) -> None:
         """Returns when no save is in flight. Raises what it failed of, unless that was the storage, and RankLostError
-        as soon as a rank is lost. No rank may be at anything else."""
+        as soon as a rank is lost. No rank may be at anything else. In a `hurry` older ones may still be on their way
+        out."""
         while self._flight and not wait([self._flight.committed], timeout=ALIVE_S).done:
             self._ranks.settle()
         self._land()
+        if self._retiring and not hurry:
+            self._retiring.join()
 
     def wind_up(self) -> None:
         """Waits for the save in flight where the run ends before its time. The copies are whole, whatever happened
