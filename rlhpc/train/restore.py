@@ -12,7 +12,7 @@ from rlhpc.checkpoint.origin import Found, Origin, none_usable
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.errors import CheckpointError
 from rlhpc.train.persistence import TrainState
-from rlhpc.train.start import describe_origin, differing, origin_of, own_newest_first, settings_of
+from rlhpc.train.start import describe_origin, differing, origin_of, own_newest_first, settings_of, unused_origin
 
 if TYPE_CHECKING:
     from rlhpc.train.context import Run
@@ -48,8 +48,8 @@ def _own(run: Run) -> TrainState | None:
     if manifest is None:
         return None
     run.reporter.say(f"resuming after step {manifest.step} from {manifest.directory}")
-    if run.cfg.resume.from_ is not None:
-        run.reporter.say(f"resume.from={run.cfg.resume.from_} counts no more: the run has checkpoints of its own")
+    if unused := unused_origin(run.cfg):
+        run.reporter.say(unused)
     return _state_of(manifest)
 
 
@@ -118,4 +118,7 @@ def _settled(run: Run, load: Callable[[], None]) -> None:
 
 
 def _state_of(manifest: CheckpointManifest) -> TrainState:
-    return TrainState(**manifest.state["train"])
+    try:
+        return TrainState(**manifest.state["train"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{manifest.directory} holds no state of a training run ({error!r})") from error

@@ -58,10 +58,24 @@ def _own(cfg: RunConfig) -> tuple[CheckpointManifest | None, list[str]]:
 def origin_of(cfg: RunConfig) -> Origin | None:
     """What the run begins from where it has no checkpoint of its own; None: the model's directory. Raises ConfigError
     where that can't be."""
+    if (named := _named(cfg)) is None:
+        return None
+    key, path = named
+    return find_origin(Path(path), cfg.resume.what if key == "resume.from" else "all", key=key)
+
+
+def unused_origin(cfg: RunConfig) -> str | None:
+    """What to say where a run that has checkpoints of its own is still told to begin from another one."""
+    if (named := _named(cfg)) is None:
+        return None
+    return "{}={} counts no more: the run has checkpoints of its own".format(*named)
+
+
+def _named(cfg: RunConfig) -> tuple[str, str] | None:
     if cfg.resume.from_ is not None:
-        return find_origin(Path(cfg.resume.from_), cfg.resume.what)
+        return "resume.from", cfg.resume.from_
     if cfg.trainer.resume_mode == "resume_path":
-        return find_origin(Path(str(cfg.trainer.resume_from_path)), "all", key="trainer.resume_from_path")
+        return "trainer.resume_from_path", str(cfg.trainer.resume_from_path)
     return None
 
 
@@ -113,7 +127,7 @@ def _check_shapes(manifest: CheckpointManifest, ours: Mapping[str, tuple[int, ..
 
 def _check_continues(cfg: RunConfig, manifest: CheckpointManifest) -> None:
     """The order of the data is a function of these, and the checkpoint's cursor a position in it."""
-    cursor, tree = manifest.state["train"]["cursor"], cfg.tree()
+    cursor, tree = manifest.state.get("train", {}).get("cursor", {}), cfg.tree()
     for name, key in CURSOR_KEYS.items():
         section, _, leaf = key.rpartition(".")
         ours = tree[section][leaf] if section else tree[leaf]
@@ -136,8 +150,7 @@ def describe_start(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[str]
     own, refused = _own(cfg)
     if own is not None:
         told = [f"after step {own.step} from {_told(own)}", *(f"not from {reason}" for reason in refused)]
-        if cfg.resume.from_ is not None:
-            told.append(f"resume.from={cfg.resume.from_} counts no more: the run has checkpoints of its own")
+        told += filter(None, [unused_origin(cfg)])
         return _aligned(told, differing(last_start(Path(cfg.run_dir)), cfg, model_config))
     check_start(cfg, model_config)
     if (origin := origin_of(cfg)) is None:

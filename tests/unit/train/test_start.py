@@ -126,6 +126,8 @@ def test_checkpoints_of_its_own_come_first(world: Path) -> None:
     assert lines[1].startswith("          not from step 20: run/checkpoints/step-000020/rank-00002-0000.safetensors: ")
     assert lines[2] == "          resume.from=/gone counts no more: the run has checkpoints of its own"
     check_start(cfg, model_config(world))  # nor is it looked at
+    verls = config(world, trainer={"resume_mode": "resume_path", "resume_from_path": "/gone"})
+    assert told(verls, world)[2] == lines[2].replace("resume.from", "trainer.resume_from_path")
     cfg.trainer.resume_mode = "disable"
     with pytest.raises(CheckpointError, match=r"resume_mode=disable, but \S+ holds steps \[10, 20\], which a new run"):
         check_start(cfg, model_config(world))
