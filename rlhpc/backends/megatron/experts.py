@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,11 +123,17 @@ def _to_main_grad(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient, which autograd gives to the data-parallel model's hook: that only looks whether it is there."""
     if (main_grad := getattr(weight, "main_grad", None)) is not None:
         if weight.main_grad_is_stale:
-            main_grad.copy_(gradient)
+            _store(main_grad, gradient)
         else:
             main_grad.add_(gradient)
         weight.main_grad_is_stale, weight.grad_added_to_main_grad = False, True
     return gradient
+
+
+@partial(fused, dynamic=False)
+def _store(wide: torch.Tensor, narrow: torch.Tensor) -> None:
+    """torch's own copy between dtypes reaches less than half of the memory's rate."""
+    wide.copy_(narrow)
 
 
 @fused

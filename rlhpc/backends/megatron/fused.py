@@ -11,12 +11,12 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def fused(function: Function) -> Function:
+def fused(function: Function, *, dynamic: bool | None = None) -> Function:
     """A function of tensors, compiled by torch.compile where its first argument is on CUDA; elsewhere as it stands.
 
     Between kernels every intermediate value would go through the device's memory, in the dtype of its tensor; within
     one they stay in registers, in float32. It is compiled at its first call for a kind of input and once more when a
-    dimension turns out to vary. TORCH_COMPILE_DISABLE=1 runs it as it stands everywhere.
+    dimension turns out to vary; with dynamic=False anew for all sizes. TORCH_COMPILE_DISABLE=1 runs it as it stands everywhere.
     """
     compiled: Callable[..., Any] | None = None
 
@@ -26,7 +26,7 @@ def fused(function: Function) -> Function:
         if not first.is_cuda:
             return function(first, *rest)
         if compiled is None:
-            compiled = torch.compile(function)
+            compiled = torch.compile(function, dynamic=dynamic)
         return compiled(first, *rest)
 
     return call  # type: ignore[return-value]
