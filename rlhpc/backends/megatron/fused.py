@@ -16,7 +16,8 @@ def fused(function: Function, *, dynamic: bool | None = None) -> Function:
 
     Between kernels every intermediate value would go through the device's memory, in the dtype of its tensor; within
     one they stay in registers, in float32. It is compiled at its first call for a kind of input and once more when a
-    dimension turns out to vary; with dynamic=False anew for all sizes. TORCH_COMPILE_DISABLE=1 runs it as it stands everywhere.
+    dimension turns out to vary; with dynamic=False, anew for each size. TORCH_COMPILE_DISABLE=1 runs it as it stands
+    everywhere.
     """
     compiled: Callable[..., Any] | None = None
 
