@@ -8,7 +8,8 @@ from pathlib import Path
 import xxhash
 
 CHUNK_BYTES = 64 * 2**20
-_BLOCK_BYTES = 2**22  # small enough that the kernel copies from the processor's cache what was just hashed
+BLOCK_BYTES = 4 * 2**20  # of one system call: the processor's cache still holds what was just read or hashed
+IOV_MAX = os.sysconf("SC_IOV_MAX")  # buffers of one system call
 
 
 class ChunkWriter:
@@ -29,14 +30,14 @@ class ChunkWriter:
     def append(self, data: memoryview) -> None:
         """`data` is bytes; it must not change before `finish`. Raises OSError."""
         while data:
-            left = min(self._chunk_bytes - self._position % self._chunk_bytes, _BLOCK_BYTES - self._waiting_bytes)
+            left = min(self._chunk_bytes - self._position % self._chunk_bytes, BLOCK_BYTES - self._waiting_bytes)
             part, data = data[:left], data[left:]
             self._digest.update(part)
             self._waiting.append(part)
             self._waiting_bytes += len(part)
             self._position += len(part)
             complete = self._position % self._chunk_bytes == 0
-            if complete or self._waiting_bytes == _BLOCK_BYTES or len(self._waiting) == _IOV_MAX:
+            if complete or self._waiting_bytes == BLOCK_BYTES or len(self._waiting) == IOV_MAX:
                 self._flush()
             if complete:
                 self._end_chunk(self._chunk_bytes)
@@ -65,13 +66,10 @@ class ChunkWriter:
         os.posix_fadvise(self._fd, self._position - length, length, os.POSIX_FADV_DONTNEED)
 
 
-_IOV_MAX = os.sysconf("SC_IOV_MAX")
-
-
 def chunk_checksums(path: Path, chunk_bytes: int = CHUNK_BYTES) -> list[str]:
     """XXH3-64, as 16 hexadecimal digits, of each `chunk_bytes` of a file; an empty file has none. Raises OSError."""
     checksums: list[str] = []
-    view = memoryview(bytearray(_BLOCK_BYTES))
+    view = memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
         while True:
             digest, length = xxhash.xxh3_64(), 0

@@ -147,8 +147,7 @@ class CheckpointManifest:
         entries = tuple(entry for entry in self.files if entry.rank == rank)
         if not entries:
             raise CheckpointError(
-                f"{self.directory} was written by {self.world_size} ranks and has nothing of rank {rank}; "
-                f"resume with as many ranks as wrote it"
+                f"{self.directory} was written by ranks 0 to {self.world_size - 1} and has nothing of rank {rank}'s own"
             )
         return entries
 
@@ -178,11 +177,15 @@ class CheckpointManifest:
 
 def committed_steps(root: Path) -> dict[int, Path]:
     """The directories below `root` that were committed, by step, ascending; their files may be damaged."""
+    return {step: path for step, path in step_directories(root).items() if (path / MANIFEST_NAME).exists()}
+
+
+def step_directories(root: Path) -> dict[int, Path]:
+    """Those named as checkpoints, by step, ascending; some may have lost their manifest."""
     if not root.is_dir():
         return {}
     found = ((STEP_NAME.fullmatch(path.name), path) for path in root.iterdir())
-    steps = {int(match[1]): path for match, path in found if match and (path / MANIFEST_NAME).exists()}
-    return dict(sorted(steps.items()))
+    return dict(sorted((int(match[1]), path) for match, path in found if match and path.is_dir()))
 
 
 def write_manifest(manifest: CheckpointManifest) -> None:

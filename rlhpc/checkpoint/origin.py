@@ -12,10 +12,8 @@ from typing import Any
 
 from rlhpc.checkpoint.identity import RUN_NAME
 from rlhpc.checkpoint.manifest import MANIFEST_NAME, STEP_NAME, CheckpointManifest, committed_steps, read_manifest
-from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.checkpoint.store import CheckpointStore, Found
 from rlhpc.errors import CheckpointError, ConfigError
-
-Found = tuple[int, CheckpointManifest | CheckpointError]  # a step, and its manifest or what is wrong with it
 
 ACCEPTED = "give an HF model directory, a run directory or one of its checkpoints/step-NNNNNN"
 

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import xxhash
 
+from rlhpc.checkpoint.chunks import BLOCK_BYTES, IOV_MAX
 from rlhpc.checkpoint.durable import patiently
 from rlhpc.checkpoint.manifest import FileEntry
 from rlhpc.errors import CheckpointError
 
 Sink = memoryview | Callable[[int, memoryview], None]
-BLOCK_BYTES = 4 * 2**20  # read at once, and hashed while the processor's cache still holds it
 
 _Range = tuple[int, int, Sink]
-_IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
 class ChunkReader:
@@ -139,7 +138,7 @@ def _blocks(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
             part, view = view[:room], view[room:]
             block.append(part)
             room -= len(part)
-            if not room or len(block) == _IOV_MAX:
+            if not room or len(block) == IOV_MAX:
                 yield block
                 block, room = [], BLOCK_BYTES
     if block:

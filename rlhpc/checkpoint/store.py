@@ -27,6 +27,7 @@ from rlhpc.checkpoint.manifest import (
     FileEntry,
     committed_steps,
     read_manifest,
+    step_directories,
     write_manifest,
 )
 from rlhpc.checkpoint.pieces import Index
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 OWNER_NAME = "owner.json"
 LATEST_NAME = "latest"
 _TEMPORARY = re.compile(r"tmp-(?:delete-)?step-\d{6,}-(?P<writer>.+\.\d+\.\d+(?:@\w+-\d+)?)")
+
+Found = tuple[int, CheckpointManifest | CheckpointError]  # a step, and its manifest or what is wrong with it
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +94,9 @@ class CheckpointStore:
             return False
         return True
 
-    def newest_first(self, *, checksums: bool = False) -> Iterator[tuple[int, CheckpointManifest | CheckpointError]]:
+    def newest_first(self, *, checksums: bool = False) -> Iterator[Found]:
         """Every step with its manifest, or with what is wrong with it (see `load`)."""
-        for step in reversed(self._step_directories()):
+        for step in reversed(step_directories(self.root)):
             try:
                 yield step, self.load(step, checksums=checksums)
             except CheckpointError as error:
@@ -252,7 +255,7 @@ class CheckpointStore:
         stay for a human to look at until they are older than the newest that must stay. Returns the deleted steps; what
         storage doesn't let go of now is warned of, and tried again by the next call."""
         self.acquire()
-        steps = self._step_directories()
+        steps = list(step_directories(self.root))
         whole: list[int] = []
         for step in reversed(steps):
             if len(whole) < newest:
@@ -283,7 +286,7 @@ class CheckpointStore:
         and a later restart must not find them. -1 deletes all. Returns the deleted steps. Raises CheckpointError when
         one can't be deleted."""
         self.acquire()
-        newer = [other for other in reversed(self._step_directories()) if other > step]
+        newer = [other for other in reversed(step_directories(self.root)) if other > step]
         for other in newer:  # newest first, so that a crash in between leaves no gap
             try:
                 self._delete(self._directory(other))
@@ -321,12 +324,6 @@ class CheckpointStore:
         manifest.verify(checksums=False)
         write_manifest(manifest)
         return manifest
-
-    def _step_directories(self) -> list[int]:
-        if not self.root.is_dir():
-            return []
-        found = (STEP_NAME.fullmatch(path.name) for path in self.root.iterdir())
-        return sorted(int(match[1]) for match in found if match)
 
     def _directory(self, step: int) -> Path:
         return self.root / f"step-{step:06d}"

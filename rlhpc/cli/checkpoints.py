@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from rlhpc.checkpoint.manifest import MANIFEST_NAME, STEP_NAME, read_manifest
+from rlhpc.checkpoint.manifest import MANIFEST_NAME, STEP_NAME, read_manifest, step_directories
 from rlhpc.cli.runs import Run, is_run
 from rlhpc.cli.status import one_run
 from rlhpc.errors import CheckpointError
@@ -36,17 +36,17 @@ def find(argument: str, step: int | None = None) -> Checkpoints:
     """
     path = Path(argument)
     if (named := STEP_NAME.fullmatch(path.absolute().name)) and not path.is_dir():
-        known = ", ".join(map(str, _step_directories(path.absolute().parent))) or "none"
+        known = ", ".join(map(str, step_directories(path.absolute().parent))) or "none"
         raise CheckpointError(f"{path} is no directory; steps beside it: {known}")
     if named or (path / MANIFEST_NAME).is_file():
         found = Checkpoints(_run_around(path.absolute().parent), {_step_of(path): path})
         root = path.parent
-    elif path.is_dir() and not is_run(path) and (steps := _step_directories(path)):
+    elif path.is_dir() and not is_run(path) and (steps := step_directories(path)):
         found, root = Checkpoints(_run_around(path.absolute()), steps), path
     else:
         run = one_run(argument)
         root = run.checkpoint_root
-        found = Checkpoints(run, _step_directories(root))
+        found = Checkpoints(run, step_directories(root))
     if not found.steps:
         raise CheckpointError(f"{root} holds no checkpoint (yet); see how the run is with: rlhpc status {argument}")
     if step is None:
@@ -70,13 +70,6 @@ def byte_progress() -> Progress:
         disable=not console.is_terminal or console.is_dumb_terminal,
         transient=True,
     )
-
-
-def _step_directories(root: Path) -> dict[int, Path]:
-    matches = (
-        ((STEP_NAME.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir()) if root.is_dir() else ()
-    )
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def _step_of(directory: Path) -> int:

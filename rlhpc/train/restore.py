@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhpc.checkpoint.manifest import CheckpointManifest
-from rlhpc.checkpoint.origin import Found, Origin, none_usable
+from rlhpc.checkpoint.origin import Origin, none_usable
+from rlhpc.checkpoint.store import Found
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.errors import CheckpointError
 from rlhpc.train.persistence import TrainState

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.manifest import CheckpointManifest
-from rlhpc.checkpoint.origin import Found, Origin, age_s, find_origin, last_start, none_usable
-from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.checkpoint.origin import Origin, age_s, find_origin, last_start, none_usable
+from rlhpc.checkpoint.store import CheckpointStore, Found
 from rlhpc.config.load import MISSING, diff
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.config.schema import RunConfig
