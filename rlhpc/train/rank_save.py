@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +35,7 @@ class RankSaver:
         self._rank, self._trainer, self._tell = rank, trainer, tell
         self._snapshot = Snapshot(num_threads)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._reporting: Future[None] | None = None
         if reserve:
             with self._memory_for(state := trainer.state_pieces()):
                 self._snapshot.reserve([tensor for _, tensor in state.pieces])
@@ -55,7 +55,12 @@ class RankSaver:
             rank_tensors={name: tensor.cpu().clone() for name, tensor in state.rank_tensors.items()},
         )
         writing = self._thread.submit(self._written, directory, copied, read_back)
-        writing.add_done_callback(partial(self._report, save_id))
+        self._reporting = self._thread.submit(self._report, save_id, writing)
+
+    def check(self) -> None:
+        """Raises what kept the thread from reporting: the driver, which waits for the report, has to hear of it."""
+        if self._reporting and self._reporting.done():
+            self._reporting.result()
 
     @contextmanager
     def _memory_for(self, state: TrainerState) -> Iterator[None]:
@@ -79,6 +84,7 @@ class RankSaver:
         return write_shard(directory, self._rank, *parts, read_back=read_back)
 
     def _report(self, save_id: str, writing: Future[list[FileEntry]]) -> None:
+        """Comes after the writing, in the same thread."""
         error = writing.exception()
         if error is None:
             report = json.dumps({"files": [entry.to_json() for entry in writing.result()]})

@@ -108,7 +108,8 @@ class RankWorker:
         self._store = dist.TCPStore(*self._master, is_master=False)
 
     def describe(self) -> dict[str, Any]:
-        """Where this rank stands in both grids."""
+        """Where this rank stands in both grids. Raises where it couldn't report a save."""
+        self._saver.check()
         return {
             "dp_rank": self.trainer.data_parallel_rank,
             "dp_size": self.trainer.data_parallel_size,

@@ -63,6 +63,7 @@ class Rank:
         self.place = {"dp_rank": rank, "dp_size": 2, "replica_rank": rank, "num_replicas": 2, "start_s": 0.0}
 
     def describe(self) -> dict[str, Any]:
+        self._saver.check()
         return self.place
 
     def save(self, directory: str, read_back: bool) -> Any:
@@ -254,6 +255,18 @@ def test_a_lost_rank_ends_the_wait_at_once(tmp_path: Path, caller: LocalRanks) -
         caller.settling = lost
         parts.saver.drain()
     assert parts.store.steps() == [] and not list(parts.store.root.glob("tmp-*"))
+
+
+def test_a_report_that_does_not_arrive_is_not_waited_for(tmp_path: Path, caller: LocalRanks) -> None:
+    def unreachable(key: str, report: str) -> None:
+        raise RankLostError(f"no way to the store for {key}")
+
+    caller.ranks[1] = Rank(1, unreachable)
+    parts = Parts(tmp_path, caller)
+    with pytest.raises(RankLostError, match="no way to the store for rlhpc/save/2-0/1"), parts.saver:
+        parts.saver.start(state(2))
+        parts.saver.drain()
+    assert parts.store.steps() == []
 
 
 def test_a_run_that_fails_still_commits_the_save_in_flight(tmp_path: Path, caller: LocalRanks) -> None:
