@@ -151,6 +151,18 @@ class CheckpointManifest:
             )
         return entries
 
+    def other_than(self, shapes: Mapping[str, Index]) -> str:
+        """How the stored tensors differ from those of a model, whose shapes these are, by the first that does; "" where
+        all are the same."""
+        for name in sorted(self.shapes.keys() | shapes.keys()):
+            if name not in self.shapes:
+                return f"it has no {name}"
+            if name not in shapes:
+                return f"it has {name}, the model hasn't"
+            if self.shapes[name] != shapes[name]:
+                return f"{name} has shape {self.shapes[name]}, the model's has {shapes[name]}"
+        return ""
+
     def require_whole(self) -> None:
         """Raises CheckpointError naming a tensor of which the ranks hold a part only, in one of its kinds. Equal boxes
         count once; different ones that overlap are not looked for."""

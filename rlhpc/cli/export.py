@@ -162,14 +162,11 @@ def _model(run: Run | None, model_dir: Path | None, checkpoint: Path) -> Model:
 def _shapes(manifest: CheckpointManifest, model: Model) -> Shapes:
     """The model's tensors in their order. Raises CheckpointError unless they are the checkpoint's."""
     shapes = family_for(model.config).canonical_tensors(model.config)
-    saved = {name: tuple(shape) for name, shape in manifest.shapes.items()}
-    for name in sorted(shapes.keys() | saved.keys()):
-        if shapes.get(name) != saved.get(name):
-            raise CheckpointError(
-                f"{manifest.directory} is of another model than {model.directory}: {name} has shape "
-                f"{saved.get(name, 'none')} in the one, {shapes.get(name, 'none')} in the other; give the directory of "
-                "its own with --model DIR"
-            )
+    if difference := manifest.other_than(shapes):
+        raise CheckpointError(
+            f"{manifest.directory} is of another model than {model.directory}: {difference}; give the directory of its "
+            "own with --model DIR"
+        )
     return shapes
 
 

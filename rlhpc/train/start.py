@@ -96,7 +96,11 @@ def check_start(cfg: RunConfig, model_config: Mapping[str, Any]) -> None:
         return
     manifest = origin.manifest
     _check_architecture(origin.settings.get("model"), model_config, origin)
-    _check_shapes(manifest, family_for(model_config).canonical_tensors(model_config))
+    if difference := manifest.other_than(family_for(model_config).canonical_tensors(model_config)):
+        raise ModelError(
+            f"{manifest.directory} is of another model than actor_rollout_ref.model.path: {difference}; give a "
+            "checkpoint of the same architecture"
+        )
     if origin.what == "all":
         _check_continues(cfg, manifest)
 
@@ -110,19 +114,6 @@ def _check_architecture(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any
         raise ModelError(
             f"{origin.path} is of another architecture than actor_rollout_ref.model.path: {told}; give one of the same"
         )
-
-
-def _check_shapes(manifest: CheckpointManifest, ours: Mapping[str, tuple[int, ...]]) -> None:
-    theirs = {name: tuple(shape) for name, shape in manifest.shapes.items()}
-    for name in sorted(theirs.keys() | ours.keys()):
-        if theirs.get(name) != ours.get(name):
-            held, asked = (
-                f"shape {shape}" if shape is not None else "none" for shape in (theirs.get(name), ours.get(name))
-            )
-            raise ModelError(
-                f"{manifest.directory} is of another model than actor_rollout_ref.model.path: of {name} it has {held}, "
-                f"config.json asks for {asked}; give a checkpoint of the same architecture"
-            )
 
 
 def _check_continues(cfg: RunConfig, manifest: CheckpointManifest) -> None:

@@ -75,17 +75,10 @@ class TrainingState:
 
     def check(self, manifest: CheckpointManifest) -> None:
         """Raises CheckpointError unless the checkpoint is of a model with the same tensors; reads nothing."""
-        for name, shape in self._shapes.items():
-            if (saved := manifest.shapes.get(name)) is None or tuple(saved) != shape:
-                found = f"it has shape {tuple(saved)}" if saved else "it hasn't that tensor"
-                raise CheckpointError(
-                    f"{manifest.directory} is of another model: this run's {name} has shape {shape}, there {found}; "
-                    "resume with the model that wrote it"
-                )
-        if unknown := sorted(manifest.shapes.keys() - self._shapes.keys()):
+        if difference := manifest.other_than(self._shapes):
             raise CheckpointError(
-                f"{manifest.directory} is of another model: it holds {len(unknown)} tensors that this run's model "
-                f"hasn't, such as {unknown[0]}; resume with the model that wrote it"
+                f"{manifest.directory} is of another model than this run's: {difference}; resume with the model that "
+                "wrote it"
             )
 
     @torch.no_grad()

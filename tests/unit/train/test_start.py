@@ -195,7 +195,7 @@ REFUSALS: list[tuple[Callable[[Path], dict[str, str]], type[RlhpcError], str]] =
     (uncommitted, ConfigError, "step-000020 has no manifest.json: it was never committed"),
     (all_damaged, CheckpointError, r"(?s)none of the 2 checkpoints of \S+/other can be used:.*step 20: .*step 10: "),
     (other_heads, ModelError, r"other is of another architecture than \S+model\.path: num_heads \d, not \d, head_dim"),
-    (other_shapes, ModelError, r"step-000020 is of another model .*: of model\.layers\.0\.mlp\.experts\.0\.down_proj"),
+    (other_shapes, ModelError, r"step-000020 is of another model .*: model\.layers\.0\.mlp\.experts\.0\.down_proj"),
     (other_hf_shapes, ModelError, r"experts\.0\.gate_proj\.weight has shape \(48, 128\); config\.json asks for"),
 ]
 
