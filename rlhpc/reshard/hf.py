@@ -26,7 +26,9 @@ INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 * 1024**3
 READABLE = ("F64", "F32", "BF16", "F16")  # cast to the buffers' dtype; the rest is quantised
 IGNORABLE = ("rotary_emb.inv_freq",)  # buffers that old exports carry and every implementation computes
-NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+NOT_COPIED = (  # weights, in whatever form the source has them
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json",
+)  # fmt: skip
 
 
 def load_hf(directory: Path, specs: Sequence[ShardSpec], rank: int, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -118,6 +118,9 @@ def test_config_is_what_was_trained_whatever_became_of_the_model_directory(
     trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
     start = shutil.copytree(trained[1].parent / "start", tmp_path / "start")
+    for name in ("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "tf_model.h5"):
+        (start / name).write_text("weights from before")
+    (start / "chat_template.jinja").write_text("{{ messages }}")
     run = write_run(tmp_path / "run", start, "bfloat16")
     write_checkpoint(run, 1, read_tensors(trained[1]))
     config = json.loads((start / "config.json").read_text())
@@ -125,6 +128,8 @@ def test_config_is_what_was_trained_whatever_became_of_the_model_directory(
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     exported = json.loads((tmp_path / "out/config.json").read_text())
     assert exported == config | {"torch_dtype": "bfloat16"}  # the dtype that the run trained in
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
+    assert not {path.name for path in (tmp_path / "out").iterdir()} & {"tf_model.h5", "pytorch_model.bin.index.json"}
 
 
 def test_a_checkpoint_without_its_run_needs_a_model(
