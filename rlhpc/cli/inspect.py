@@ -68,7 +68,6 @@ def inspect(argument: str, step: int | None = None, *, pattern: str | None = Non
     says which. Raises CheckpointError and ConfigError where there is nothing to show."""
     found = find(argument, step)
     if pattern is not None:
-        step = max(found.steps)
         listed = list(tensors(read_manifest(found.newest), pattern))
         if not listed:
             raise CheckpointError(f"no tensor of {found.newest} matches {pattern!r}; see all with: --tensors")
