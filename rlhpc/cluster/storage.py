@@ -20,7 +20,7 @@ GIB = 1024**3
 
 def refusals(cfg: RunConfig, *, elsewhere: bool, checkpoint_bytes: int) -> Iterator[str]:
     """What is wrong with the paths of a run; `elsewhere`: its nodes are other machines than this one."""
-    checkpoints = Path(cfg.trainer.default_local_dir or f"{cfg.run_dir}/checkpoints")
+    checkpoints = cfg.checkpoint_root()
     for key, path in (("run_dir", Path(cfg.run_dir)), ("trainer.default_local_dir", checkpoints)):
         there = _existing(path)
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):

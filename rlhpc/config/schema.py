@@ -7,6 +7,7 @@ Leaf names follow verl where verl has the thing (`actor_rollout_ref.rollout.n`, 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -278,6 +279,10 @@ class RunConfig:
     # everything that a run writes goes here; relative to the working directory, like all paths
     run_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
     seed: int = 0  # same seed, same run: data order and sampling derive from it
+
+    def checkpoint_root(self) -> Path:
+        """The directory of the run's checkpoints."""
+        return Path(self.trainer.default_local_dir or Path(self.run_dir, "checkpoints"))
 
     def tree(self) -> dict[str, Any]:
         """Plain nested dictionaries, under the keys that users write."""

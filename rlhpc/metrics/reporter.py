@@ -124,7 +124,7 @@ class Reporter:
             later = f" -> {last:.3f} at step {last_step}" if len(scores) > 1 else ""
             yield f"  {name}  {first:.3f} at step {first_step}{later}"
         yield f"  outputs      {self._directory}: metrics.jsonl, val_generations/, logs/"
-        yield f"  checkpoints  {self._cfg.trainer.default_local_dir or self._directory / 'checkpoints'}"
+        yield f"  checkpoints  {self._cfg.checkpoint_root()}"
         if self._wandb:
             yield f"  wandb        {self._wandb.place}"
         if not finished:

@@ -27,7 +27,7 @@ from rlhpc.train.progress import Progress
 from rlhpc.train.ranks import Ranks
 from rlhpc.train.saver import Saver
 from rlhpc.train.scoring import Scorer
-from rlhpc.train.start import check_start, checkpoint_root
+from rlhpc.train.start import check_start
 from rlhpc.train.validation import Validation
 from rlhpc.train.worker import RayRanks
 
@@ -70,7 +70,7 @@ def assembled(
         progress.milestone("ranks_ready")
         scorer = Scorer(tokenizer, pool, shuffle=cfg.reward.shuffle_control, waiting=stop.check)
         ranks = Ranks(workers, stop.requested)
-        store = CheckpointStore(checkpoint_root(cfg), attempt.name if attempt else "")
+        store = CheckpointStore(cfg.checkpoint_root(), attempt.name if attempt else "")
         saver = stack.enter_context(Saver(cfg, ranks, store, progress, reporter))
         yield Run(
             cfg=cfg,

@@ -26,10 +26,6 @@ SAME_ARCHITECTURE = ("model_type", "num_heads", "num_kv_heads", "head_dim")  # t
 CURSOR_KEYS = {"batch_size": "data.train_batch_size", "seed": "seed", "shuffle": "data.shuffle"}
 
 
-def checkpoint_root(cfg: RunConfig) -> Path:
-    return Path(cfg.trainer.default_local_dir or Path(cfg.run_dir, "checkpoints"))
-
-
 def own_newest_first(cfg: RunConfig, store: CheckpointStore) -> Iterator[Found]:
     """The run's own checkpoints; see CheckpointStore.newest_first. Raises CheckpointError where it has some and is told
     to begin anew."""
@@ -44,7 +40,7 @@ def own_newest_first(cfg: RunConfig, store: CheckpointStore) -> Iterator[Found]:
 def _own(cfg: RunConfig) -> tuple[CheckpointManifest | None, list[str]]:
     """The newest of the run's own checkpoints that sizes let pass, None without any, and why not newer ones. Raises
     CheckpointError as `own_newest_first` does, and where there are some and none can be used."""
-    store = CheckpointStore(checkpoint_root(cfg))
+    store = CheckpointStore(cfg.checkpoint_root())
     refused: list[str] = []
     for step, found in own_newest_first(cfg, store):
         if isinstance(found, CheckpointManifest):
