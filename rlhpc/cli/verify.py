@@ -12,13 +12,12 @@ from threading import Event
 
 import xxhash
 
-from rlhpc.checkpoint.chunks import drop_cached
+from rlhpc.checkpoint.chunks import BLOCK_BYTES, drop_cached
 from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry, read_manifest
 from rlhpc.cli.checkpoints import byte_progress, find
 from rlhpc.cli.plan import readable
 from rlhpc.errors import CheckpointError
 
-BLOCK_BYTES = 4 * 2**20
 MAX_THREADS = 16
 
 

@@ -172,7 +172,8 @@ class Saver:
         cfg = self._cfg
 
         def score(manifest: CheckpointManifest) -> float | None:
-            value: float | None = manifest.state["train"]["record"].get(cfg.best_metric)
+            record = manifest.state.get("train", {}).get("record", {})  # a run's; there may be others beside it
+            value: float | None = record.get(cfg.best_metric)
             return value
 
         self._store.retain(cfg.keep, every=cfg.keep_every, best=cfg.keep_best, mode=cfg.best_mode, score=score)
