@@ -6,11 +6,12 @@ A case is masters and moments of the SmolLM2 mixture cut to 6 or 30 layers (1.2 
 optimizer lays them out over 1, 2 or 4 ranks with experts parallel. A turn does each of these once, on all ranks at the
 same time, and counts the seconds of the slowest:
 
-  dd_write    dd writes as many bytes as the rank has, and waits for the device (conv=fsync)
+  dd_write    dd writes as many bytes as the rank has, and waits for the device (conv=fsync); dd_write_direct: past the
+              page cache (oflag=direct); every other turn after the save
   save        write_shard from the live tensors, then the commit: a synchronous save with checkpoint.read_back=false
   blocked     the copy into host buffers: what training waits for when the save is asynchronous
   behind      that copy written, read back from the device and compared, then the commit: as long as a synchronous save
-  dd_read     dd reads the rank's files, which the page cache doesn't hold; dd_direct: past it (iflag=direct)
+  dd_read     dd reads the rank's files, which the page cache doesn't hold; dd_read_direct: past it (iflag=direct)
   load        the rank's state under the layout that wrote it, which the page cache doesn't hold; every chunk verified
   load_other  the same under another layout
 
@@ -54,7 +55,7 @@ from scripts.bench.machine import RESULTS, hardware, place, versions
 from scripts.bench.sync import SMOLLM2_MOE, summary
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-PHASES = ("dd_write", "save", "blocked", "behind", "dd_read", "dd_direct", "load", "load_other")
+PHASES = ("dd_write", "dd_write_direct", "save", "blocked", "behind", "dd_read", "dd_read_direct", "load", "load_other")
 OFFSETS = 2**16  # where in the noise a tensor's content begins
 
 Pieces = list[tuple[Piece, torch.Tensor]]
@@ -107,9 +108,9 @@ class Turn:
     def __init__(self, args: argparse.Namespace, layers: int, root: Path) -> None:
         self.rank, self.num_ranks, self.device = dist.get_rank(), dist.get_world_size(), args.device
         self.config = SMOLLM2_MOE | {"num_hidden_layers": layers}
-        layout = ParallelLayout(ep=self.num_ranks, world_size=self.num_ranks)
-        self.other_layout = ParallelLayout(world_size=self.num_ranks)
+        layout, other = (ParallelLayout(ep=ep, world_size=self.num_ranks) for ep in (self.num_ranks, 1))
         self.state = RankState(self.config, layout, self.rank, self.device)
+        self.other = RankState(self.config, other, self.rank, self.device) if other != layout else None
         self.num_bytes = sum(tensor.nbytes for _, tensor in self.state.pieces)
         largest = max(map(prod, family_for(self.config).canonical_tensors(self.config).values()))
         self.noise = torch.randn(largest + OFFSETS, generator=torch.Generator().manual_seed(0))
@@ -118,26 +119,30 @@ class Turn:
         self.scratch = root / f"dd-{self.rank}"
         self.snapshot = Snapshot(torch.get_num_threads())
 
-    def run(self) -> dict[str, float]:
+    def run(self, dd_first: bool) -> dict[str, float]:
         """Seconds of the slowest rank, by phase."""
-        spent = {"dd_write": timed(self.dd_write)}
-        self.scratch.unlink()
-        directory = self.begin()
-        spent["save"] = timed(self.write, directory, self.state.pieces, False)
+        spent: dict[str, float] = {}
+        for is_dd in (dd_first, not dd_first):
+            if is_dd:
+                for name, flags in (("dd_write", []), ("dd_write_direct", ["oflag=direct"])):
+                    spent[name] = timed(self.dd_write, flags)
+                    self.scratch.unlink()
+            else:
+                spent["save"] = timed(self.write, self.begin(), self.state.pieces, False)
         directory = self.begin()
         spent["blocked"] = timed(self.copy)
         spent["behind"] = timed(self.write, directory, self.copied, True)
         saved = self.store.root / f"step-{self.step:06d}"
         files = sorted(saved.glob(f"rank-{self.rank:05d}-*.safetensors"))
-        for name, flags in (("dd_read", []), ("dd_direct", ["iflag=direct"])):
+        for name, flags in (("dd_read", []), ("dd_read_direct", ["iflag=direct"])):
             spent[name] = timed(self.dd_read, files, flags, cold=files)
         self.state.forget()
         spent["load"] = timed(self.state.load, saved, cold=files)
         self.state.check(self.noise)
-        if self.other_layout != ParallelLayout(ep=self.num_ranks, world_size=self.num_ranks):
-            other = RankState(self.config, self.other_layout, self.rank, self.device)
-            spent["load_other"] = timed(other.load, saved, cold=files)
-            other.check(self.noise)
+        if self.other:
+            self.other.forget()
+            spent["load_other"] = timed(self.other.load, saved, cold=files)
+            self.other.check(self.noise)
         return spent
 
     def begin(self) -> Path:
@@ -151,9 +156,9 @@ class Turn:
         self.pending = opened[0]
         return self.pending.directory
 
-    def dd_write(self) -> None:
+    def dd_write(self, flags: Sequence[str]) -> None:
         size = [f"count={self.num_bytes}", "iflag=count_bytes"]
-        dd("if=/dev/zero", f"of={self.scratch}", "conv=fsync", *size)
+        dd("if=/dev/zero", f"of={self.scratch}", "conv=fsync", *size, *flags)
 
     def dd_read(self, files: Sequence[Path], flags: Sequence[str]) -> None:
         for path in files:
@@ -199,7 +204,7 @@ def run_rank(rank: int, num_ranks: int, port: int, layers: int, args: argparse.N
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     turn = Turn(args, layers, Path(folder))
     first = timed(turn.copy)  # also allocates
-    turns = [turn.run() for _ in range(args.turns)]
+    turns = [turn.run(dd_first=i % 2 == 0) for i in range(args.turns)]
     every = [0] * num_ranks
     dist.all_gather_object(every, len(turn.state.pieces))
     if rank == 0:
@@ -215,6 +220,7 @@ def row(
     seconds = {phase: [turn[phase] for turn in turns] for phase in PHASES if phase in turns[0]}
     ratios = {
         "write / dd": ("dd_write", "save"),  # rates
+        "write / direct dd": ("dd_write_direct", "save"),
         "read / dd": ("dd_read", "load"),
         "blocked / save": ("blocked", "save"),  # seconds
         "blocked / save read back": ("blocked", "behind"),
