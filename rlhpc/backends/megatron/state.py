@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 
 from rlhpc.backends.megatron.optimizer import MOMENTS, Optimizer
 from rlhpc.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, read_manifest
+from rlhpc.checkpoint.pieces import Piece
 from rlhpc.checkpoint.shards import read_rank_state
 from rlhpc.errors import CheckpointError, RlhpcError
 from rlhpc.layout.parallel import ParallelLayout
@@ -57,12 +58,10 @@ class TrainingState:
 
     def saved(self, resident: Callable[[torch.Tensor], torch.Tensor]) -> TrainerState:
         """What this rank saves; `resident` says where a tensor's content is now."""
-        kinds = [(kind, self._trained) for kind in (MASTER, *MOMENTS)] + [(FROZEN, self._frozen_saved)]
-        pieces = [
-            (piece, resident(tensor))
-            for kind, specs in kinds
-            for piece, tensor in pieces_of(kind, specs, self._rank, self._buffers[kind])
-        ]
+        pieces: list[tuple[Piece, torch.Tensor]] = []
+        for kind, specs in [*((kind, self._trained) for kind in (MASTER, *MOMENTS)), (FROZEN, self._frozen_saved)]:
+            buffers = {name: resident(tensor) for name, tensor in self._buffers[kind].items()}
+            pieces += pieces_of(kind, specs, self._rank, buffers)
         shapes = {piece.name: self._shapes[piece.name] for piece, _ in pieces}
         tensors, rng = rng_state()
         return TrainerState(pieces, shapes, tensors, {"optimizer_step": self._optimizer.schedule.num_steps, "rng": rng})
