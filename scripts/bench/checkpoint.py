@@ -255,11 +255,25 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    labels = [f"{row['bytes'] / 1e9:.1f} GB\n{row['ranks']} ranks" for row in rows]
+    labels = [f"{row['bytes'] / 1e9:.1f} GB\n{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}" for row in rows]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     panels = (
-        (left, "seconds", {"save": "synchronous save", "behind": "written behind and read back", "blocked": "blocked"}),
-        (right, "gb_per_s", {"dd_write": "dd, fsync", "save": "save", "dd_read": "dd, cold", "load": "load, verified"}),
+        (
+            left,
+            "seconds",
+            {"save": "synchronous save", "behind": "read back as well", "blocked": "blocked by one behind"},
+        ),
+        (
+            right,
+            "gb_per_s",
+            {
+                "dd_write": "dd, fsync",
+                "dd_write_direct": "dd, direct",
+                "save": "save",
+                "dd_read": "dd, reading",
+                "load": "load, verified",
+            },
+        ),
     )
     for axes, figures, shown in panels:
         for i, (phase, label) in enumerate(shown.items()):
@@ -268,9 +282,9 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             places = [j + (i - len(shown) / 2 + 0.5) * 0.8 / len(shown) for j in range(len(rows))]
             axes.bar(places, heights, 0.8 / len(shown), label=label)
         axes.set_xticks(range(len(rows)), labels, fontsize=8)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(shown), frameon=False)
         axes.grid(axis="y", alpha=0.3)
-    left.set(ylabel="seconds (median)", yscale="log")
+    left.set(ylabel="seconds (median)")
     right.set(ylabel="GB/s (median), all ranks together")
     figure.savefig(path, dpi=110)
 
