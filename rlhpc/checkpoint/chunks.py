@@ -28,7 +28,7 @@ class ChunkWriter:
         self._checksums: list[str] = []
 
     def append(self, data: memoryview) -> None:
-        """`data` is bytes; it must not change before `finish`. Raises OSError."""
+        """`data` is bytes; it must not change before `flush`. Raises OSError."""
         while data:
             left = min(self._chunk_bytes - self._position % self._chunk_bytes, BLOCK_BYTES - self._waiting_bytes)
             part, data = data[:left], data[left:]
@@ -38,19 +38,20 @@ class ChunkWriter:
             self._position += len(part)
             complete = self._position % self._chunk_bytes == 0
             if complete or self._waiting_bytes == BLOCK_BYTES or len(self._waiting) == IOV_MAX:
-                self._flush()
+                self.flush()
             if complete:
                 self._end_chunk(self._chunk_bytes)
 
     def finish(self) -> tuple[str, ...]:
         """Writes the rest, flushes everything to the device and returns the checksums. Raises OSError."""
-        self._flush()
+        self.flush()
         if rest := self._position % self._chunk_bytes:
             self._end_chunk(rest)
         os.fsync(self._fd)
         return tuple(self._checksums)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Has the kernel take what was appended, which may change from then on. Raises OSError."""
         while self._waiting:
             written = os.writev(self._fd, self._waiting)
             while self._waiting and written >= len(self._waiting[0]):

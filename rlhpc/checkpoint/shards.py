@@ -6,7 +6,8 @@ import json
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from rlhpc.checkpoint.durable import ensure_space, patiently, publish_file
 from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry, RankTensor
 from rlhpc.checkpoint.pieces import ITEM_BYTES, Box, Index, Piece, Run, Section, kind_order
 from rlhpc.checkpoint.reader import ChunkReader
+from rlhpc.checkpoint.snapshot import SLICE_BYTES
 from rlhpc.errors import CheckpointError
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -27,6 +29,9 @@ SAFETENSORS_DTYPES = {
     "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
     "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+
+
+Reading = Callable[[torch.Tensor, bool], AbstractContextManager[torch.Tensor]]  # as `snapshot.Lent.reading`
 
 
 class Segment(NamedTuple):
@@ -94,14 +99,15 @@ def write_shard(
     max_file_bytes: int = MAX_FILE_BYTES,
     chunk_bytes: int = CHUNK_BYTES,
     read_back: bool = False,
+    reading: Reading = lambda tensor, last: nullcontext(tensor),
 ) -> list[FileEntry]:
     """Writes a rank's part as `rank-00000-0000.safetensors`, -0001, ...; returns what the driver commits.
 
     `pieces` are boxes of canonical tensors with their elements, `shapes` has the shapes of the whole tensors;
     `rank_tensors` and the JSON-able `scalars` are of the rank alone and go into its first file. A file takes as many
     boxes, each in all its kinds, as fit in `max_file_bytes`, at least one. Tensors that are contiguous and on the CPU
-    are written as they lie there; they must not change meanwhile. `read_back` compares every chunk with what the device
-    then holds.
+    are written as they lie there; they must not change meanwhile, unless `reading` (see `Lent`) gives their content.
+    `read_back` compares every chunk with what the device then holds.
 
     Each file is written under another name, flushed and renamed. Raises DiskFullError (needed and free bytes in the
     message) or CheckpointError; no partial file stays.
@@ -116,7 +122,7 @@ def write_shard(
         raise CheckpointError(
             f"{directory} is gone: the save was given up, or another run has taken over the run directory"
         ) from error
-    return [_write_file(directory, layout, read_back) for layout in layouts]
+    return [_write_file(directory, layout, read_back, reading) for layout in layouts]
 
 
 def read_rank_state(manifest: CheckpointManifest, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -235,7 +241,7 @@ def _header(segments: Sequence[Segment], rank: int) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_file(directory: Path, layout: FileLayout, read_back: bool) -> FileEntry:
+def _write_file(directory: Path, layout: FileLayout, read_back: bool, reading: Reading) -> FileEntry:
     entry, header, segments = layout
     checksums: tuple[str, ...] = ()
 
@@ -247,7 +253,11 @@ def _write_file(directory: Path, layout: FileLayout, read_back: bool) -> FileEnt
             writer.append(memoryview(header))
             for segment in segments:
                 for tensor in segment.tensors.values():
-                    writer.append(as_bytes(tensor.detach().cpu().contiguous()))
+                    for begin in range(0, tensor.nbytes, SLICE_BYTES):
+                        end = begin + SLICE_BYTES
+                        with reading(tensor, end >= tensor.nbytes) as content:
+                            writer.append(as_bytes(content.detach().cpu().contiguous())[begin:end])
+                            writer.flush()
             checksums = writer.finish()
             if read_back:
                 drop_cached(fd)

@@ -1,12 +1,15 @@
-"""A copy of a rank's state in host memory that is kept, so that training goes on while the copy is written."""
+"""A rank's state, written while training goes on: as it lies, or from a copy where it is about to change."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -69,6 +72,44 @@ class Snapshot:
                 function(to, source, length)
         for done in large:
             done.result()
+
+
+class Lent:
+    """Tensors that one thread reads once, while they stay as they are; who is about to change them calls `settle`
+    before, which copies what isn't read yet. So who reads fast enough costs no copy."""
+
+    def __init__(self, snapshot: Snapshot, tensors: Sequence[torch.Tensor]) -> None:
+        """Reserves the memory that copies of all would need. Raises OSError as `Snapshot.reserve` does."""
+        snapshot.reserve(tensors)
+        self._snapshot = snapshot
+        self._content = {id(tensor): tensor for tensor in tensors}
+        self._unread = Counter(map(id, tensors))  # the same tensor may be lent twice
+        self._lock = threading.Lock()
+        self._asked, self._settled = threading.Event(), threading.Event()
+        self.copied_s = 0.0  # for which `settle` kept its caller
+
+    @contextmanager
+    def reading(self, tensor: torch.Tensor, last: bool) -> Iterator[torch.Tensor]:
+        """The content that `tensor` was lent with, which stays for the length of the context; `last` if it won't be
+        read again. A tensor that wasn't lent is its own content."""
+        if self._asked.is_set():  # a lock that is released and taken again at once is seldom given to who waits for it
+            self._settled.wait()
+        with self._lock:
+            yield self._content.get(id(tensor), tensor)
+            self._unread[id(tensor)] -= last
+
+    def settle(self) -> None:
+        """Returns when the lent tensors may change: waits for the slice that is being read, and copies the rest."""
+        if self._settled.is_set():
+            return
+        begin = time.monotonic()
+        self._asked.set()
+        with self._lock:
+            left = {key: tensor for key, tensor in self._content.items() if self._unread[key] > 0}
+            copies = self._snapshot.take(list(left.values()))
+            self._content |= zip(left, copies, strict=True)
+        self._settled.set()
+        self.copied_s = time.monotonic() - begin
 
 
 def _slices(num_bytes: int) -> Iterator[tuple[int, int]]:

@@ -204,7 +204,7 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointConfig:
-    async_save: bool = True  # train on while a checkpoint is written, from a copy in host memory
+    async_save: bool = True  # train on while a checkpoint is written; takes host memory for a copy
     read_back: bool = True  # compare what was written with its checksums, from the disk, before older ones go
     keep: int = 3  # newest N committed steps
     keep_every: int = 0  # also every step that this divides, for good; 0: none

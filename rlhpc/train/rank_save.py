@@ -1,4 +1,5 @@
-"""A rank's side of a save: its state is copied while the driver waits, and written by a thread while training goes on.
+"""A rank's side of a save: a thread writes its state while training goes on. What it hasn't written when the state is
+about to change is copied first.
 
 The thread's report goes through the store where the ranks met, since the rank itself is at its next call by then.
 """
@@ -19,6 +20,7 @@ from rlhpc.checkpoint.manifest import FileEntry
 from rlhpc.errors import CheckpointError, RlhpcError, TrainingError
 
 if TYPE_CHECKING:  # a worker sets its environment before torch is first imported
+    from rlhpc.checkpoint.snapshot import Lent
     from rlhpc.train.protocols import Trainer, TrainerState
 
 
@@ -36,6 +38,7 @@ class RankSaver:
         self._snapshot = Snapshot(num_threads)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._reporting: Future[None] | None = None
+        self._lent: Lent | None = None
         if reserve:
             with self._memory_for(state := trainer.state_pieces()):
                 self._snapshot.reserve([tensor for _, tensor in state.pieces])
@@ -45,17 +48,22 @@ class RankSaver:
         return self._written(directory, self._state(), read_back)
 
     def begin(self, directory: Path, save_id: str, *, read_back: bool) -> None:
-        """Returns when the state is copied; the report of its writing comes under `report_key`. Raises CheckpointError
-        where there is no memory for the copy."""
+        """Sets off the writing of the present state, whose report comes under `report_key`; `before_change` has to be
+        called before the state changes. Raises CheckpointError where there is no memory for a copy."""
+        from rlhpc.checkpoint.snapshot import Lent
+
         with self._memory_for(state := self._state()):
-            copies = self._snapshot.take([tensor for _, tensor in state.pieces])
-        copied = replace(
-            state,
-            pieces=[(piece, copy) for (piece, _), copy in zip(state.pieces, copies, strict=True)],
-            rank_tensors={name: tensor.cpu().clone() for name, tensor in state.rank_tensors.items()},
-        )
-        writing = self._thread.submit(self._written, directory, copied, read_back)
-        self._reporting = self._thread.submit(self._report, save_id, writing)
+            lent = Lent(self._snapshot, [tensor for _, tensor in state.pieces])
+        state = replace(state, rank_tensors={name: tensor.cpu().clone() for name, tensor in state.rank_tensors.items()})
+        writing = self._thread.submit(self._written, directory, state, read_back, lent)
+        self._reporting = self._thread.submit(self._report, save_id, writing, lent)
+        self._lent = lent
+
+    def before_change(self) -> None:
+        """Returns when the state may change: what a save in flight has not written is copied."""
+        if self._lent and self._reporting and not self._reporting.done():
+            self._lent.settle()
+        self._lent = None
 
     def check(self) -> None:
         """Raises what kept the thread from reporting: the driver, which waits for the report, has to hear of it."""
@@ -77,17 +85,21 @@ class RankSaver:
         self._trainer.sleep()  # what is on a device goes to host memory
         return self._trainer.state_pieces()
 
-    def _written(self, directory: Path, state: TrainerState, read_back: bool) -> list[FileEntry]:
+    def _written(
+        self, directory: Path, state: TrainerState, read_back: bool, lent: Lent | None = None
+    ) -> list[FileEntry]:
         from rlhpc.checkpoint.shards import write_shard
 
         parts = (state.pieces, state.shapes, state.rank_tensors, state.scalars)
-        return write_shard(directory, self._rank, *parts, read_back=read_back)
+        if lent is None:
+            return write_shard(directory, self._rank, *parts, read_back=read_back)
+        return write_shard(directory, self._rank, *parts, read_back=read_back, reading=lent.reading)
 
-    def _report(self, save_id: str, writing: Future[list[FileEntry]]) -> None:
+    def _report(self, save_id: str, writing: Future[list[FileEntry]], lent: Lent) -> None:
         """Comes after the writing, in the same thread."""
         error = writing.exception()
         if error is None:
-            report = json.dumps({"files": [entry.to_json() for entry in writing.result()]})
+            report = json.dumps({"files": [entry.to_json() for entry in writing.result()], "copied_s": lent.copied_s})
         else:
             report = json.dumps({"error": type(error).__name__, "text": str(error)})
             with suppress(OSError):  # on a full disk the driver has to hear of the error, not of the log
@@ -97,6 +109,11 @@ class RankSaver:
 
 def report_key(save_id: str, rank: int) -> str:
     return f"rlhpc/save/{save_id}/{rank}"
+
+
+def copied_s(reports: Sequence[str]) -> float:
+    """Seconds for which the slowest rank was kept from changing its state."""
+    return max(float(json.loads(report).get("copied_s", 0.0)) for report in reports)
 
 
 def entries_of(reports: Sequence[str]) -> list[FileEntry]:

@@ -20,7 +20,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.errors import CheckpointError, ClusterError, RlhpcError
 from rlhpc.metrics.reporter import Reporter
 from rlhpc.train.progress import Progress
-from rlhpc.train.rank_save import entries_of
+from rlhpc.train.rank_save import copied_s, entries_of
 from rlhpc.train.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Saver:
     """Saves training states, one after the other. Use as a context manager: leaving it waits for a save in flight,
     unless a rank is lost.
 
-    A save copies the ranks' state into their host memory, which blocks training. Their threads write the copies; a
+    The ranks' threads write their state while it stays as it is, and a copy of what is left when it changes; a
     thread here waits for them, commits, and deletes what need not stay. Whatever is killed meanwhile, only this save is
     lost.
     """
@@ -72,7 +72,7 @@ class Saver:
         return max(0.0, self._flight.begun + self._progress.save_s - time.monotonic())
 
     def start(self, state: TrainState) -> None:
-        """Returns when the ranks have copied their state; `collect` and `drain` tell what became of the save.
+        """Returns when the ranks have begun to write their state; `collect` and `drain` tell what became of the save.
 
         The save before has to be over first: where it isn't, this waits and says so. Storage that fails or is full is
         an alarm and no error. Raises CheckpointError where ranks lack the memory for the copy.
@@ -100,8 +100,14 @@ class Saver:
         self._add({"checkpoint/blocked_s": time.monotonic() - begin})
 
         def commit() -> Metrics:
+            reports: list[str] = []
+
+            def written() -> list[FileEntry]:
+                reports.extend(self._reports(save_id))
+                return entries_of(reports)
+
             try:
-                metrics = self._commit(state, pending, lambda: self._reported(save_id), begin)
+                metrics = self._commit(state, pending, written, begin)
             except CheckpointError as error:
                 if self._given_up.is_set():
                     raise
@@ -109,7 +115,7 @@ class Saver:
                 return self._missed(state.step, error)
             self._retiring = threading.Thread(target=self._retire_behind, name="retire", daemon=True)
             self._retiring.start()
-            return metrics
+            return metrics | {"checkpoint/blocked_s": copied_s(reports)}
 
         self._flight = _Flight(state.step, begin, self._thread.submit(commit))
 
@@ -161,11 +167,11 @@ class Saver:
                     f"checkpoint.keep_best keeps nothing; set one of {', '.join(known)}"
                 )
 
-    def _reported(self, save_id: str) -> list[FileEntry]:
+    def _reports(self, save_id: str) -> list[str]:
         while (reports := self._ranks.save_reports(save_id)) is None:
             if self._given_up.wait(POLL_S):
                 raise CheckpointError("the save was given up")
-        return entries_of(reports)
+        return reports
 
     def retire(self) -> None:
         """Deletes the checkpoints that need not stay. The newest one has to be known as good: read back, or loaded."""
@@ -215,9 +221,9 @@ class Saver:
             self._retiring.join()
 
     def wind_up(self) -> None:
-        """Waits for the save in flight where the run ends before its time. The copies are whole, whatever happened
-        since; but ranks may be stuck in a call, so that only their threads are waited for, and not for ever. What it
-        failed of is said."""
+        """Waits for the save in flight where the run ends before its time. Its state is whole, whatever happened since;
+        but ranks may be stuck in a call, so that only their threads are waited for, and not for ever. What it failed of
+        is said."""
         if self._flight is None:
             return
         wait([self._flight.committed], timeout=2 * self._progress.save_s + PATIENCE_S)

@@ -163,6 +163,7 @@ class RankWorker:
         return [values.cpu() for values in self.trainer.logprobs(batches, temperature=temperature, model=model)]
 
     def step(self, batches: Sequence[PackedBatch], loss: LossSpec) -> dict[str, float]:
+        self._saver.before_change()
         return self.trainer.step(batches, loss)
 
     def save(self, directory: str, read_back: bool) -> list[FileEntry]:
@@ -170,7 +171,7 @@ class RankWorker:
         return self._saver.write(Path(directory), read_back=read_back)
 
     def begin_save(self, directory: str, save_id: str, read_back: bool) -> None:
-        """Copies this rank's state and has a thread write it, which reports in the store where the ranks met."""
+        """Has a thread write this rank's state, which reports in the store where the ranks met."""
         self._saver.begin(Path(directory), save_id, read_back=read_back)
 
     def load(self, directory: str) -> None:

@@ -9,7 +9,8 @@ same time, and counts the seconds of the slowest:
   dd_write    dd writes as many bytes as the rank has, and waits for the device (conv=fsync); dd_write_direct: past the
               page cache (oflag=direct); every other turn after the save
   save        write_shard from the live tensors, then the commit: a synchronous save with checkpoint.read_back=false
-  blocked     the copy into host buffers: what training waits for when the save is asynchronous
+  blocked     the copy of everything into host buffers: what training waits for at most, where its next optimizer step
+              comes at once; nothing where all is written by then
   behind      that copy written, read back from the device and compared, then the commit: as long as a synchronous save
   dd_read     dd reads the rank's files, which the page cache doesn't hold; dd_read_direct: past it (iflag=direct)
   load        the rank's state under the layout that wrote it, which the page cache doesn't hold; every chunk verified

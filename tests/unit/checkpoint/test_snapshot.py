@@ -1,9 +1,11 @@
-"""Copies that outlive what they were made of, in memory that is used again."""
+"""Copies that outlive what they were made of, and tensors that are read before they change."""
+
+import threading
 
 import pytest
 import torch
 
-from rlhpc.checkpoint.snapshot import SLICE_BYTES, Snapshot
+from rlhpc.checkpoint.snapshot import SLICE_BYTES, Lent, Snapshot
 
 
 def test_a_copy_stays_while_training_goes_on() -> None:
@@ -40,3 +42,44 @@ def test_large_tensors_are_copied_in_slices(num_threads: int) -> None:
         copies = snapshot.take(live)
         assert copies[0].data_ptr() == address
         assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, live, strict=True))
+
+
+def test_what_is_lent_is_read_as_it_was() -> None:
+    """One tensor is read before the change, one is half read, one comes after it, and one was lent twice."""
+    live = [torch.full((4, 3), float(i)) for i in range(4)]
+    live.append(live[3])
+    snapshot = Snapshot()
+    lent = Lent(snapshot, live)
+    with lent.reading(live[0], True) as content:
+        assert content is live[0], "nothing is copied while nothing changes"
+    with lent.reading(live[3], True):
+        pass
+    changed = threading.Event()
+
+    def train() -> None:
+        lent.settle()
+        for tensor in live:
+            tensor.fill_(-1.0)
+        changed.set()
+
+    with lent.reading(live[1], False) as content:
+        training = threading.Thread(target=train)
+        training.start()
+        assert not changed.wait(0.2), "who changes a tensor waits for the slice that is being read"
+        assert content.unique().tolist() == [1.0]
+    training.join()
+    for tensor, value in ((live[1], 1.0), (live[2], 2.0), (live[4], 3.0)):
+        with lent.reading(tensor, True) as content:
+            assert content.unique().tolist() == [value] and tensor.unique().tolist() == [-1.0]
+    assert snapshot.num_bytes == 5 * 64 and lent.copied_s > 0
+    stranger = torch.ones(2)
+    with lent.reading(stranger, True) as content:
+        assert content is stranger
+
+
+def test_a_reader_that_fails_keeps_nobody_waiting() -> None:
+    live = [torch.zeros(3)]
+    lent = Lent(Snapshot(), live)
+    with pytest.raises(OSError, match="full"), lent.reading(live[0], True):
+        raise OSError("full")
+    lent.settle()

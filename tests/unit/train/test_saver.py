@@ -66,6 +66,10 @@ class Rank:
         self._saver.check()
         return self.place
 
+    def step(self, value: float) -> None:
+        self._saver.before_change()
+        self.trainer.weight.fill_(value)
+
     def save(self, directory: str, read_back: bool) -> Any:
         return self._saver.write(Path(directory), read_back=read_back)
 
@@ -101,7 +105,7 @@ class LocalRanks:
 
     def train(self, value: float) -> None:
         for rank in self.ranks:
-            rank.trainer.weight.fill_(value)
+            rank.step(value)
 
 
 class Parts:
