@@ -10,6 +10,7 @@ import signal
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from functools import cache
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -43,7 +44,9 @@ def run_ranks(target: str, world_size: int, timeout_s: float = 240.0, **kwargs: 
         finally:
             for process in processes:
                 if process.exitcode is None:
-                    os.killpg(process.pid, signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # it may not have come to lead its session yet
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.kill()
                 process.join()
         if any(codes):
             tails = [Path(folder, f"log-{r}").read_text(errors="replace")[-4000:] for r in range(world_size)]
