@@ -43,7 +43,7 @@ import xxhash
 
 from rlhpc.checkpoint.chunks import drop_cached
 from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry, read_manifest
-from rlhpc.checkpoint.pieces import Piece
+from rlhpc.checkpoint.pieces import TRAINED_KINDS, Piece
 from rlhpc.checkpoint.shards import write_shard
 from rlhpc.checkpoint.snapshot import Snapshot
 from rlhpc.checkpoint.store import CheckpointStore
@@ -55,7 +55,6 @@ from scripts.bench.flat_ranges import distributed_ranges, held_specs
 from scripts.bench.machine import RESULTS, hardware, place, versions
 from scripts.bench.sync import SMOLLM2_MOE, summary
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 PHASES = ("dd_write", "dd_write_direct", "save", "blocked", "behind", "dd_read", "dd_read_direct", "load", "load_other")
 OFFSETS = 2**16  # where in the noise a tensor's content begins
 
@@ -71,14 +70,16 @@ class RankState:
         self.rank, self.specs = rank, held_specs(specs, own, rank)
         self.shapes = {spec.name: spec.shape for spec in self.specs}
         nan = partial(torch.full, fill_value=float("nan"), device=device)
-        self.buffers = {kind: flat_buffers(own, {r.parameter: nan((r.stop - r.start,)) for r in own}) for kind in KINDS}
+        self.buffers = {
+            kind: flat_buffers(own, {r.parameter: nan((r.stop - r.start,)) for r in own}) for kind in TRAINED_KINDS
+        }
         self.pieces: Pieces = [
-            piece for kind in KINDS for piece in pieces_of(kind, self.specs, rank, self.buffers[kind])
+            piece for kind in TRAINED_KINDS for piece in pieces_of(kind, self.specs, rank, self.buffers[kind])
         ]
 
     def load(self, directory: Path) -> int:
         """Returns the bytes read."""
-        wanted = [Wanted(kind, self.specs, self.buffers[kind]) for kind in KINDS]
+        wanted = [Wanted(kind, self.specs, self.buffers[kind]) for kind in TRAINED_KINDS]
         return load_together(read_manifest(directory), self.rank, wanted)
 
     def forget(self) -> None:

@@ -32,7 +32,7 @@ import torch
 
 from rlhpc.checkpoint.chunks import CHUNK_BYTES
 from rlhpc.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
-from rlhpc.checkpoint.pieces import Piece, StoredPiece
+from rlhpc.checkpoint.pieces import TRAINED_KINDS, Piece, StoredPiece
 from rlhpc.checkpoint.shards import lay_out
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.errors import CheckpointError
@@ -45,7 +45,6 @@ from scripts.bench.deepseek import trainer_specs
 from scripts.bench.flat_ranges import distributed_ranges, held_specs
 from scripts.bench.machine import RESULTS, hardware, place, versions
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 SAVED = ParallelLayout(tp=8, ep=64, world_size=512)
 LOADED = (
     SAVED,
@@ -77,7 +76,7 @@ def commit(root: Path) -> dict[str, Any]:
     for spec in flat_specs(specs, distributed_ranges(specs, SAVED)):
         for shard in spec.shards:
             tensor = torch.empty(shard.shape, device="meta")
-            held[shard.rank] += ((Piece(kind, spec.name, shard.start, shard.stop), tensor) for kind in KINDS)
+            held[shard.rank] += ((Piece(kind, spec.name, shard.start, shard.stop), tensor) for kind in TRAINED_KINDS)
     shapes = {spec.name: spec.shape for spec in specs}
     watch = Stopwatch()
     entries = [
@@ -103,7 +102,7 @@ def commit(root: Path) -> dict[str, Any]:
     watch.stage("choose")
     assert not isinstance(chosen, CheckpointError), chosen
     assert [file.checksums for file in chosen.files] == [file.checksums for file in manifest.files]
-    assert all(list(chosen.pieces(kind)) == list(manifest.pieces(kind)) for kind in KINDS)
+    assert all(list(chosen.pieces(kind)) == list(manifest.pieces(kind)) for kind in TRAINED_KINDS)
     return {
         "parameters": sum(map(prod, shapes.values())),
         "tensors": len(shapes),
@@ -131,7 +130,7 @@ def load_plan(directory: Path, layout: ParallelLayout, rank: int) -> dict[str, A
     watch = Stopwatch()
     manifest = read_manifest(directory)
     watch.stage("read_manifest")
-    reads = [planned_reads(manifest, kind, needed, rank) for kind in KINDS]
+    reads = [planned_reads(manifest, kind, needed, rank) for kind in TRAINED_KINDS]
     watch.stage("plan")
     extra = peak_bytes() - before
     for copies in reads:
@@ -141,10 +140,10 @@ def load_plan(directory: Path, layout: ParallelLayout, rank: int) -> dict[str, A
     whole = [min(c, entries[name].size_bytes - i * c) for name, i in chunks for c in [entries[name].chunk_bytes]]
     return {
         "rank": rank,
-        "pieces": sum(len(spec.shards) for spec in needed) * len(KINDS),
+        "pieces": sum(len(spec.shards) for spec in needed) * len(TRAINED_KINDS),
         "copies": sum(map(len, reads)),
         "files": len({name for name, _ in chunks}),
-        "bytes": sum(prod(shard.shape) for spec in needed for shard in spec.shards) * 4 * len(KINDS),
+        "bytes": sum(prod(shard.shape) for spec in needed for shard in spec.shards) * 4 * len(TRAINED_KINDS),
         "bytes_of_whole_chunks": sum(whole),
         "peak_memory_bytes": extra,
         "seconds": watch.seconds,

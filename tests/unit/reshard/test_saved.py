@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhpc.checkpoint.manifest import CheckpointManifest, read_manifest, write_manifest
-from rlhpc.checkpoint.pieces import Index, Piece
+from rlhpc.checkpoint.pieces import TRAINED_KINDS, Index, Piece
 from rlhpc.checkpoint.shards import write_shard
 from rlhpc.errors import CheckpointError
 from rlhpc.layout.parallel import ParallelLayout
@@ -27,7 +27,6 @@ from rlhpc.reshard.saved import WEIGHT_KINDS, Wanted, load_saved, load_together,
 from tests.unit.reshard.test_flat import random_ranges, states
 from tests.unit.reshard.test_plan_layouts import MODELS, trainer, trainers
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 State = dict[str, torch.Tensor]  # a rank's tensors by parameter
 Pieces = list[tuple[Piece, torch.Tensor]]
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # hundreds of files, each flushed
@@ -55,7 +54,7 @@ def pieces_by_rank(
         own = [r for r in ranges if r.rank == rank]
         result[rank] = [
             item
-            for factor, kind in zip((1, -1, -2), KINDS, strict=True)
+            for factor, kind in zip((1, -1, -2), TRAINED_KINDS, strict=True)
             for item in pieces_of(kind, flat, rank, flat_buffers(own, {name: factor * t for name, t in held.items()}))
         ]
     return result
@@ -68,9 +67,9 @@ def check_loaded(
     flat = flat_specs(specs, ranges)
     for rank, held in expected.items():
         own = [r for r in ranges if r.rank == rank]
-        loaded = {kind: {name: torch.full_like(t, 0.5) for name, t in held.items()} for kind in KINDS}
-        load_together(manifest, rank, [Wanted(kind, flat, flat_buffers(own, loaded[kind])) for kind in KINDS])
-        for factor, kind in zip((1, -1, -2), KINDS, strict=True):
+        loaded = {kind: {name: torch.full_like(t, 0.5) for name, t in held.items()} for kind in TRAINED_KINDS}
+        load_together(manifest, rank, [Wanted(kind, flat, flat_buffers(own, loaded[kind])) for kind in TRAINED_KINDS])
+        for factor, kind in zip((1, -1, -2), TRAINED_KINDS, strict=True):
             for name, tensor in held.items():
                 wanted = torch.where(tensor == 0, torch.tensor(0.5), factor * tensor)
                 assert torch.equal(loaded[kind][name], wanted), (rank, kind, name)
@@ -276,7 +275,7 @@ def test_large_boxes_with_gaps_and_casts(tmp_path: Path) -> None:
 
 def test_weights_are_masters_or_what_was_frozen(tmp_path: Path) -> None:
     trained, frozen = torch.rand(3, 2), torch.rand(4).bfloat16()
-    pieces = [(Piece(kind, "a", (0, 0), (3, 2)), trained) for kind in KINDS]
+    pieces = [(Piece(kind, "a", (0, 0), (3, 2)), trained) for kind in TRAINED_KINDS]
     pieces.append((Piece("weight", "b", (0,), (4,)), frozen))
     manifest = write(tmp_path, {0: pieces}, {"a": (3, 2), "b": (4,)})
     assert [(spec.name, spec.dtype) for spec in saved_specs(manifest, WEIGHT_KINDS, {"a", "b", "c"})] == [
