@@ -20,10 +20,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_ranks(target: str, world_size: int, timeout_s: float = 240.0, **kwargs: Any) -> list[Any]:
+def run_ranks(
+    target: str, world_size: int, timeout_s: float = 240.0, *, fresh: bool = False, **kwargs: Any
+) -> list[Any]:
     """Calls `module:function(**kwargs)` in `world_size` processes with torchrun's environment (gloo is the function's
     to initialise) and returns the results in rank order. A failing or late rank ends all of them and raises with the
-    tail of every rank's output."""
+    tail of every rank's output. `fresh` ranks have imported nothing yet."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -36,7 +38,7 @@ def run_ranks(target: str, world_size: int, timeout_s: float = 240.0, **kwargs: 
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             }  # fmt: skip
-            process = _context().Process(target=_run, args=(folder, dict(env), target, kwargs))
+            process = _context(fresh).Process(target=_run, args=(folder, dict(env), target, kwargs))
             process.start()
             processes.append(process)
         try:
@@ -56,12 +58,12 @@ def run_ranks(target: str, world_size: int, timeout_s: float = 240.0, **kwargs: 
 
 
 @cache
-def _context() -> ForkServerContext | SpawnContext:
+def _context(fresh: bool) -> ForkServerContext | SpawnContext:
     """Ranks are forked from a process that has imported their libraries once: for each rank that takes 10 s of a core.
     CUDA, once a process has looked for it, can't be used after a fork."""
     import torch
 
-    if torch.cuda.is_available():
+    if fresh or torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rlhpc.backends.vllm.engine", "rlhpc.backends.megatron.trainer"])

@@ -249,8 +249,8 @@ def test_a_second_start_finds_what_the_first_compiled(
     for name in CACHES:
         monkeypatch.delenv(name, raising=False)
     arguments = {"model_dir": str(models[0]), "temp_root": str(tmp_path)}
-    [first] = run_ranks(f"{RANKS}:kept", 1, **arguments)
-    [second] = run_ranks(f"{RANKS}:kept", 1, **arguments)
+    [first] = run_ranks(f"{RANKS}:kept", 1, fresh=True, **arguments)
+    [second] = run_ranks(f"{RANKS}:kept", 1, fresh=True, **arguments)
     assert second == first
     folders = {tuple(name.split("/")[:2]) for name in first}
     private = f"rlhpc-{os.getuid()}-compiled"
