@@ -7,7 +7,7 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +99,7 @@ def write_shard(
     max_file_bytes: int = MAX_FILE_BYTES,
     chunk_bytes: int = CHUNK_BYTES,
     read_back: bool = False,
-    reading: Reading = lambda tensor, last: nullcontext(tensor),
+    reading: Reading | None = None,
 ) -> list[FileEntry]:
     """Writes a rank's part as `rank-00000-0000.safetensors`, -0001, ...; returns what the driver commits.
 
@@ -241,7 +241,18 @@ def _header(segments: Sequence[Segment], rank: int) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_file(directory: Path, layout: FileLayout, read_back: bool, reading: Reading) -> FileEntry:
+def _append(writer: ChunkWriter, tensor: torch.Tensor, reading: Reading | None) -> None:
+    if reading is None:
+        writer.append(as_bytes(tensor.detach().cpu().contiguous()))
+        return
+    for begin in range(0, tensor.nbytes, SLICE_BYTES):
+        end = begin + SLICE_BYTES
+        with reading(tensor, end >= tensor.nbytes) as content:
+            writer.append(as_bytes(content.detach().cpu().contiguous())[begin:end])
+            writer.flush()  # outside of the context the content may change
+
+
+def _write_file(directory: Path, layout: FileLayout, read_back: bool, reading: Reading | None) -> FileEntry:
     entry, header, segments = layout
     checksums: tuple[str, ...] = ()
 
@@ -253,11 +264,7 @@ def _write_file(directory: Path, layout: FileLayout, read_back: bool, reading: R
             writer.append(memoryview(header))
             for segment in segments:
                 for tensor in segment.tensors.values():
-                    for begin in range(0, tensor.nbytes, SLICE_BYTES):
-                        end = begin + SLICE_BYTES
-                        with reading(tensor, end >= tensor.nbytes) as content:
-                            writer.append(as_bytes(content.detach().cpu().contiguous())[begin:end])
-                            writer.flush()
+                    _append(writer, tensor, reading)
             checksums = writer.finish()
             if read_back:
                 drop_cached(fd)
