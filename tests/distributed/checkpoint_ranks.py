@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,15 @@ import torch.distributed as dist
 from rlhpc.checkpoint.shards import write_shard
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.errors import RlhpcError
-from tests.distributed.megatron_ranks import forget_groups, make_trainer, train
+from tests.distributed import megatron_ranks
+from tests.distributed.megatron_ranks import make_trainer, train
 
 CHUNK_BYTES = 1 << 16  # a rank's file has dozens
 
 
 def in_turn(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
     """Several of the functions below in one start of the ranks."""
-    outcomes = []
-    for name, arguments in calls:
-        outcomes.append(globals()[name](**arguments))
-        forget_groups()
-    return outcomes
+    return megatron_ranks.in_turn(calls, globals())
 
 
 def begin(steps: range, save_to: Path, model_dir: Path, sizes: Mapping[str, int], **settings: Any) -> dict[str, Any]:
@@ -39,22 +37,22 @@ def begin(steps: range, save_to: Path, model_dir: Path, sizes: Mapping[str, int]
 
 
 def resume(
-    load_from: Path, save_to: Path, step: int, model_dir: Path, sizes: Mapping[str, int], **settings: Any
+    load_from: Path,
+    save_to: Path,
+    step: int,
+    model_dir: Path,
+    sizes: Mapping[str, int],
+    load: str = "load_checkpoint",
+    **settings: Any,
 ) -> dict[str, Any]:
     """Takes the same two steps after a load, which it saves again."""
     trainer = make_trainer(model_dir, sizes, **settings)
-    trainer.load_checkpoint(load_from)
+    getattr(trainer, load)(load_from)
     save(trainer, save_to)
     return go_on(trainer, step)
 
 
-def warm_start(
-    load_from: Path, save_to: Path, step: int, model_dir: Path, sizes: Mapping[str, int], **settings: Any
-) -> dict[str, Any]:
-    trainer = make_trainer(model_dir, sizes, **settings)
-    trainer.load_weights(load_from)
-    save(trainer, save_to)
-    return go_on(trainer, step)
+warm_start = partial(resume, load="load_weights")
 
 
 def refusal(load_from: Path, model_dir: Path, sizes: Mapping[str, int], **settings: Any) -> str:

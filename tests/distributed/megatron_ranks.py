@@ -104,11 +104,12 @@ def filled_batches(
     return filled
 
 
-def in_turn(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """Several of the functions below in one start of the ranks, each with Megatron's groups to itself."""
+def in_turn(calls: Sequence[tuple[str, dict[str, Any]]], functions: Mapping[str, Any] | None = None) -> list[Any]:
+    """Several functions in one start of the ranks, each with Megatron's groups to itself: those of this module, or of
+    the one whose `functions` are given."""
     outcomes = []
     for name, arguments in calls:
-        outcomes.append(globals()[name](**arguments))
+        outcomes.append((functions or globals())[name](**arguments))
         forget_groups()
     return outcomes
 
