@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from rlhpc.metrics.records import MEASURED
 from tests.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
+_started: set[int] = set()  # pids, of which one owns the session of its run
 
 
 def write_task(directory: Path) -> Path:
@@ -71,7 +71,7 @@ def command(task: Path, run_dir: Path, *overrides: str) -> list[str]:
 def start(arguments: list[str], log: Path, **environ: str) -> subprocess.Popen[bytes]:
     """The command in a process group of its own, as a shell would start it."""
     with log.open("ab") as output:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             arguments,
             cwd=ROOT,
             stdout=output,
@@ -79,6 +79,8 @@ def start(arguments: list[str], log: Path, **environ: str) -> subprocess.Popen[b
             start_new_session=True,
             env={**os.environ, **environ},
         )
+    _started.add(process.pid)
+    return process
 
 
 def finish(process: subprocess.Popen[bytes], log: Path, timeout_s: float = 300) -> int:
@@ -143,7 +145,13 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
 
 
 def leftovers() -> list[str]:
-    """Sessions of this user whose driver is gone; other runs on the machine may be alive."""
-    root = Path(f"/tmp/rlhpc-{os.getuid()}")
-    sessions = [path for path in root.glob("*") if re.fullmatch(r"[0-9a-f]{8}", path.name)]
-    return sorted(str(path) for path in sessions if not alive(path))
+    """Directories of sessions whose owner is a process that `start` started, and gone. Other tests may end others."""
+    owners = Path(f"/tmp/rlhpc-{os.getuid()}").glob("*/owner.json")
+    return sorted(str(path.parent) for path in owners if _owner(path) in _started and not alive(path.parent))
+
+
+def _owner(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_text())["pid"])
+    except FileNotFoundError:  # cleaned a moment ago
+        return 0
