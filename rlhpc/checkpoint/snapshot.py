@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import torch
@@ -38,12 +38,7 @@ class Snapshot:
         if needed <= self.num_bytes:
             return
         self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
-        memory = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without huge pages, which are given twice as fast
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
-        begin = self._memory.data_ptr()
-        self._together([(ctypes.memset, begin + at, 0, length) for at, length in _slices(needed)])
+        _, self._memory = fresh_memory(needed, self._threads)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous CPU tensors with the present content of `tensors`. They hold until the next `take`: whoever reads
@@ -59,19 +54,32 @@ class Snapshot:
                 copy.copy_(tensor.detach())
             copies.append(copy)
             begin += _aligned(tensor)
-        self._together(moves)
+        _together(moves, self._threads)
         return copies
 
-    def _together(self, moves: Sequence[Move]) -> None:
-        """memmove and memset let other threads run meanwhile. What is small isn't worth a thread's attention."""
-        large = []
-        for function, to, source, length in moves:
-            if length == SLICE_BYTES:
-                large.append(self._threads.submit(function, to, source, length))
-            else:
-                function(to, source, length)
-        for done in large:
-            done.result()
+
+def fresh_memory(num_bytes: int, threads: Executor) -> tuple[mmap.mmap, torch.Tensor]:
+    """A mapping of this size, with its pages in place, and the uint8 tensor over it, which keeps it alive. Raises
+    OSError where there is no such memory."""
+    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages, which are given twice as fast
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    begin = memory.data_ptr()
+    _together([(ctypes.memset, begin + at, 0, length) for at, length in _slices(num_bytes)], threads)
+    return mapped, memory
+
+
+def _together(moves: Sequence[Move], threads: Executor) -> None:
+    """memmove and memset let other threads run meanwhile. What is small isn't worth a thread's attention."""
+    large = []
+    for function, to, source, length in moves:
+        if length == SLICE_BYTES:
+            large.append(threads.submit(function, to, source, length))
+        else:
+            function(to, source, length)
+    for done in large:
+        done.result()
 
 
 class Lent:

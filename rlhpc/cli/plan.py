@@ -39,7 +39,7 @@ class RankMemory:
 class NodeMemory:
     """Bytes of a node's memory that its ranks keep, without what processes and libraries take."""
 
-    ranks: int  # on a CPU all of a rank's memory, with GPUs the trainer's part of it, which sleeps there
+    ranks: int  # on a CPU all of a rank's memory, with GPUs what waits there while the engine generates
     checkpoint_copies: int  # what is written while training goes on
 
     @property
@@ -91,13 +91,15 @@ def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMem
 def node_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: str) -> NodeMemory:
     """Of the fullest node; `device` is "cpu" or "cuda"."""
     per_node, dtype = cfg.trainer.n_gpus_per_node, cfg.actor_rollout_ref.model.dtype
+    megatron = cfg.actor_rollout_ref.actor.megatron
     optimizer_bytes = MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
     nodes = []
     memory = rank_memory(cfg, model_config)
     for first in range(0, len(memory), per_node):
         ranks = memory[first : first + per_node]
         copies = sum(rank.optimizer // optimizer_bytes * SAVED_BYTES for rank in ranks)
-        asleep = sum(rank.trainer_weights + rank.optimizer + rank.reference_weights for rank in ranks)
+        weights = sum(rank.trainer_weights + rank.reference_weights for rank in ranks)
+        asleep = weights * megatron.param_offload + sum(rank.optimizer for rank in ranks) * megatron.optimizer_offload
         held = sum(rank.total for rank in ranks) if device == "cpu" else asleep
         copied = cfg.checkpoint.async_save and cfg.trainer.save_freq > 0  # the last step's is waited for
         nodes.append(NodeMemory(held, copies if copied else 0))
@@ -158,7 +160,7 @@ def _memory_table(memory: Sequence[RankMemory]) -> Iterator[str]:
 
 def _node_table(node: NodeMemory, device: str) -> Iterator[str]:
     yield "host memory of the fullest node, without processes and libraries"
-    rows = [("its ranks" if device == "cpu" else "sleeping trainers", node.ranks)]
+    rows = [("its ranks" if device == "cpu" else "offloaded", node.ranks)]
     rows += [("checkpoint copies", node.checkpoint_copies), ("total", node.total)]
     for name, num_bytes in rows:
         yield f"  {name:<18}{readable(num_bytes):>12}"

@@ -20,7 +20,7 @@ class VerlKey:
 
 _LAYOUT = "the reference policy has the actor's layout; remove it"
 _NO_CRITIC = "the critic is not available yet; use a group estimator such as algorithm.adv_estimator=grpo"
-_NO_OFFLOAD = "sleep and wake move the trainer's state by themselves; remove it"
+_OFFLOAD = "the reference goes with the policy: set actor_rollout_ref.actor.megatron.param_offload"
 _NO_PROFILER = "profiling is not available yet; remove it"
 _NO_REWARD_MODEL = "reward models are not available yet; use a rule reward: reward.name=gsm8k or FILE.py:FUNCTION"
 _NO_MULTI_TURN = "multi-turn rollouts and tools are not available; remove it"
@@ -69,7 +69,6 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_ACTOR}.optim.lr_decay_steps": VerlKey("the decay ends with the training; remove it", (None,)),
     f"{_ACTOR}.optim.weight_decay_incr_style": VerlKey("weight decay is constant", ("constant",)),
     f"{_ACTOR}.optim.override_optimizer_config.*": VerlKey(f"only the keys of {_ACTOR}.optim exist"),
-    f"{_MEGATRON}.*_offload": VerlKey(_NO_OFFLOAD, (False,)),
     f"{_MEGATRON}.virtual_pipeline_model_parallel_size": VerlKey("interleaved stages are not available", (None,)),
     f"{_MEGATRON}.sequence_parallel": VerlKey("follows tensor_model_parallel_size; set true", (True,)),
     f"{_MEGATRON}.use_mbridge": VerlKey("HF weights are always read directly; remove it", (True,)),
@@ -89,7 +88,8 @@ VERL_KEYS: dict[str, VerlKey] = {
         _TOKEN_BUDGET.format(f"{_REF}.log_prob_max_token_len_per_gpu"), (True,)
     ),
     f"{_REF}.log_prob_micro_batch_size": VerlKey(f"set {_REF}.log_prob_micro_batch_size_per_gpu", (None,)),
-    f"{_REF}.megatron.*_offload": VerlKey(_NO_OFFLOAD, (False,)),
+    f"{_REF}.megatron.param_offload": VerlKey(_OFFLOAD, (True,)),
+    f"{_REF}.megatron.*_offload": VerlKey("the reference has weights alone; remove it", (True, False)),
     f"{_REF}.*": VerlKey(_LAYOUT),
     # rollout
     f"{_ROLLOUT}.mode": VerlKey("the engine runs in the worker's process; remove it", ("sync", "async")),

@@ -101,9 +101,18 @@ class Trainer(WeightSource, Protocol):
         summed over data-parallel ranks), except `actor/grad_norm` and `actor/lr`, the same everywhere."""
         ...
 
-    def sleep(self) -> None: ...
+    def begin_sleep(self) -> None:
+        """Sets off what `sleep` has to wait for. Until then the weights may be read and nothing may change."""
+        ...
 
-    def wake(self) -> None: ...
+    def sleep(self) -> None:
+        """Frees device memory for the engine. Nothing happens asleep, or on a CPU."""
+        ...
+
+    def wake(self) -> None:
+        """Returns when what the caller does next finds the weights; the rest is on its way, and waited for by who
+        needs it."""
+        ...
 
     def state_pieces(self) -> TrainerState:
         """This rank's part of the training state. Not collective."""

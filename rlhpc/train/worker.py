@@ -120,6 +120,7 @@ class RankWorker:
 
     def publish(self, policy_version: int) -> dict[str, float]:
         """Moves the trainer's weights into the engine; afterwards the engine is awake and the trainer asleep."""
+        self.trainer.begin_sleep()
         self.engine.wake("weights")
         self._reshard()  # holds on to no buffer: the engine may free its own before the KV cache takes memory
         self.engine.end_publish(policy_version)

@@ -1,61 +1,192 @@
-"""Frees device memory of tensors while the rollout engine uses the device."""
+"""Frees device memory of the trainer's state while the rollout engine uses the device.
+
+What is kept travels to page-locked host memory and back on a stream of its own: out while the weights are published,
+which only reads them; back while training has begun, which needs the weights first and the optimizer's state last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from rlhpc.backends.megatron.host_memory import page_locked
+
+CHUNK_BYTES = 64 * 2**20  # of one copy: what else crosses PCIe meanwhile waits for one, and not for gigabytes
+ALIGNMENT = 64  # bytes; a multiple of every element's size
+
+
+class _Part:
+    """Storages that travel together."""
+
+    def __init__(self, device: list[torch.Tensor]) -> None:
+        self.device = device  # uint8, each over a whole storage
+        self.host: list[torch.Tensor] = []  # as many, of the same lengths
+        self.is_copied = False  # host memory has the content, or will have it when the copies under way are over
+        self.arrived: torch.cuda.Event | None = None
+
 
 class HostCopy:
-    """Moves the storages of device tensors to pinned host memory and back; every view of them stays valid.
+    """Moves the storages of device tensors to host memory and back; every view of them stays valid.
 
-    `kept` tensors come back as they were, `scratch` ones as zeros. On a CPU nothing moves. The host memory is kept
-    between sleeps: pinning it takes longer than the copy.
+    A storage belongs to the first of the `parts` that has a tensor in it, and comes back in their order. What is
+    copied once isn't copied again until `before_change`. `scratch` tensors are freed without a copy and come back as
+    zeros when `take_scratch` asks for them. Parts in `staying` remain on the device. The host memory, of exactly the
+    size that is needed, is taken by the first sleep and kept: page-locking takes longer than a copy.
+
+    Callers enqueue their own work on the current stream. CPU tensors move in the same way, at once.
     """
 
-    def __init__(self, kept: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor] = ()) -> None:
-        self._kept = _by_storage(kept)
-        self._scratch = _by_storage(scratch)
-        self._host: list[torch.Tensor] = []
-        self._index = {whole.untyped_storage()._cdata: i for i, whole in enumerate(self._kept)}
-        self._asleep = False
+    def __init__(
+        self,
+        parts: Mapping[str, Iterable[torch.Tensor]],
+        scratch: Iterable[torch.Tensor] = (),
+        staying: Collection[str] = (),
+    ) -> None:
+        taken: set[int] = set()
+        storages = {name: list(_storages(tensors, taken)) for name, tensors in parts.items()}
+        self._parts = {name: _Part([] if name in staying else found) for name, found in storages.items()}
+        self._scratch = list(_storages(scratch, taken))
+        self._place = {
+            whole.untyped_storage()._cdata: (part, index)
+            for part in self._parts.values()
+            for index, whole in enumerate(part.device)
+        }
+        self._state = "awake"  # or "leaving", while copies out are under way, or "asleep"
+        self._has_scratch = True
+        on_cuda = any(whole.is_cuda for part in self._parts.values() for whole in part.device)
+        self._stream = torch.cuda.Stream() if on_cuda else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of host memory."""
+        return sum(_aligned(len(whole)) for part in self._parts.values() for whole in part.device)
+
+    def begin_sleep(self) -> None:
+        """Frees scratch and sets off the copies to host memory. Until they are over nothing may change what they copy;
+        reading is free. Raises ConfigError where there is no such host memory."""
+        if self._state != "awake":
+            return
+        self._free_scratch()  # first, since giving memory back to the device waits for everything under way
+        self._take_host_memory()
+        self._follow_current()
+        with self._on_stream():
+            for part in self._parts.values():
+                if not part.is_copied:
+                    _copy_each(part.host, part.device)
+                    part.is_copied = True
+        self._state = "leaving"
 
     def sleep(self) -> None:
-        if self._asleep or not (self._kept or self._scratch):
+        """Waits for the copies, which it sets off unless `begin_sleep` has, and frees the device memory."""
+        self.begin_sleep()
+        if self._state == "asleep":
             return
-        if not self._host:
-            self._host = [torch.empty(len(whole), dtype=torch.uint8, pin_memory=True) for whole in self._kept]
-        for whole, host in zip(self._kept, self._host, strict=True):
-            host.copy_(whole, non_blocking=True)
-        torch.cuda.synchronize()
-        for whole in (*self._kept, *self._scratch):
-            whole.untyped_storage().resize_(0)
-        torch.cuda.empty_cache()
-        self._asleep = True
-
-    def resident(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, or while it sleeps its content in host memory."""
-        if not (self._asleep and tensor.is_cuda):
-            return tensor
-        host = self._host[self._index[tensor.untyped_storage()._cdata]]
-        view = torch.empty(0, dtype=tensor.dtype)
-        return view.set_(host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        if self._stream:
+            self._stream.synchronize()  # copies out, and those in of a trainer that goes to sleep again at once
+        for part in self._parts.values():
+            for whole in part.device:
+                whole.untyped_storage().resize_(0)
+        self._give_back()
+        self._state = "asleep"
 
     def wake(self) -> None:
-        if not self._asleep:
+        """Takes device memory and sets off the copies from host memory, part by part; `wait_for` tells who must wait
+        for which. After a `begin_sleep` alone everything is still there."""
+        if self._state == "asleep":
+            for part in self._parts.values():
+                for whole in part.device:
+                    whole.untyped_storage().resize_(len(whole))
+            self._follow_current()  # the memory may be what its work has just used
+            with self._on_stream():
+                for part in self._parts.values():
+                    _copy_each(part.device, part.host)
+                    part.arrived = self._stream.record_event() if self._stream else None
+        elif self._state == "leaving" and self._stream:
+            torch.cuda.current_stream().wait_stream(self._stream)  # what changes tensors comes after their copies
+        self._state = "awake"
+
+    def wait_for(self, name: str) -> None:
+        """What is enqueued from here on finds the part on the device. The host doesn't wait."""
+        assert self._state != "asleep", f"{name} is needed while asleep; wake comes first"
+        arrived = self._parts[name].arrived
+        if arrived is not None:
+            torch.cuda.current_stream().wait_event(arrived)
+
+    def before_change(self, *names: str) -> None:
+        """What is enqueued from here on may change the parts: their copies in host memory are outdated with it."""
+        assert self._state == "awake", f"{names} would change while {self._state}; wake comes first"
+        for name in names:
+            self.wait_for(name)
+            self._parts[name].is_copied = False
+
+    def take_scratch(self) -> None:
+        """Brings scratch back, as zeros, where it was freed."""
+        if self._has_scratch:
             return
-        for whole in (*self._kept, *self._scratch):
-            whole.untyped_storage().resize_(len(whole))
-        for whole, host in zip(self._kept, self._host, strict=True):
-            whole.copy_(host, non_blocking=True)
         for whole in self._scratch:
+            whole.untyped_storage().resize_(len(whole))
             whole.zero_()
-        torch.cuda.synchronize()
-        self._asleep = False
+        self._has_scratch = True
+
+    def resident(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's content where it is now: in host memory, as long as the copy there is up to date (it is valid
+        until the first sleep after a change), else on the device."""
+        part, index = self._place.get(tensor.untyped_storage()._cdata, (None, 0))
+        if part is None or not part.is_copied:
+            return tensor
+        if self._state == "leaving" and self._stream:
+            self._stream.synchronize()
+        host = part.host[index].view(tensor.dtype)
+        return host.as_strided(tensor.size(), tensor.stride(), host.storage_offset() + tensor.storage_offset())
+
+    def _free_scratch(self) -> None:
+        for whole in self._scratch:
+            whole.untyped_storage().resize_(0)
+        if self._scratch:
+            self._give_back()
+        self._has_scratch = not self._scratch
+
+    def _take_host_memory(self) -> None:
+        parts = [part for part in self._parts.values() if part.device]
+        if not parts or parts[0].host:
+            return
+        memory = page_locked(self.num_bytes, lock=self._stream is not None)
+        begin = 0
+        for part in parts:
+            for whole in part.device:
+                part.host.append(memory[begin : begin + len(whole)])
+                begin += _aligned(len(whole))
+
+    def _give_back(self) -> None:
+        """To the device, where the engine takes memory from, and not from torch's allocator."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _follow_current(self) -> None:
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream else nullcontext()
 
 
-def _by_storage(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """One byte tensor over each distinct CUDA storage."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.is_cuda and t.numel()}
-    return [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages.values()]
+def _storages(tensors: Iterable[torch.Tensor], taken: set[int]) -> Iterator[torch.Tensor]:
+    """A byte tensor over each storage that isn't taken yet."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage._cdata not in taken:
+            taken.add(storage._cdata)
+            yield torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        for begin in range(0, len(source), CHUNK_BYTES):
+            end = begin + CHUNK_BYTES
+            target[begin:end].copy_(source[begin:end], non_blocking=True)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -144,6 +144,7 @@ class MegatronTrainer:
             )
         module = self._policy.module if model == "policy" else self._reference
         assert module is not None
+        self._host.wait_for("weights" if model == "policy" else "reference")
         batches = self._on_device(batches)
 
         def collect(hidden: torch.Tensor, batch: PackedBatch, packed: Any, non_loss_data: bool) -> torch.Tensor:
@@ -165,6 +166,7 @@ class MegatronTrainer:
             value, metrics = microbatch_loss(logprobs, entropies, batch, loss)
             return value, no_tokens, metrics | {"actor/loss": value.detach()}
 
+        self._host.take_scratch()
         module.train()
         if self._balance_coeff:
             start_balance_loss(module.decoder.layers, self._num_step_tokens(batches))
@@ -173,6 +175,7 @@ class MegatronTrainer:
         metrics = self._sum_metrics(parts)
         norm = self._optimizer.gradient_norm()
         self._check_finite(metrics, norm)
+        self._host.before_change("weights", "optimizer")
         rate = self._optimizer.apply(norm)
         # Everything but these two is summed over data-parallel ranks by the caller.
         balance = expert_balance(module.decoder.layers, self._facts.num_layers, self._layout, self._device)
@@ -259,27 +262,38 @@ class MegatronTrainer:
 
     def _host_copy(self) -> HostCopy:
         buffers = [*self._policy.buffers, *self._policy.expert_parallel_buffers]
-        kept = [buffer.param_data for buffer in buffers]
-        kept += self._state.tensors()
-        if self._reference is not None:
-            kept += list(self._reference.parameters())
-        return HostCopy(kept, scratch=[buffer.grad_data for buffer in buffers])
+        frozen = [parameter for parameter in self._policy.module.parameters() if not parameter.requires_grad]
+        parts: dict[str, list[torch.Tensor]] = {  # in the order in which they are needed
+            "weights": [*(buffer.param_data for buffer in buffers), *frozen],
+            "reference": list(self._reference.parameters()) if self._reference else [],
+            "optimizer": list(self._state.tensors()),
+        }
+        megatron, on_gpu = self._cfg.actor_rollout_ref.actor.megatron, self._device.type == "cuda"
+        leave = {"weights": megatron.param_offload, "reference": megatron.param_offload}
+        leave["optimizer"] = megatron.optimizer_offload
+        scratch = [buffer.grad_data for buffer in buffers] if megatron.grad_offload and on_gpu else []
+        return HostCopy(parts, scratch, staying=[name for name in parts if not (leave[name] and on_gpu)])
+
+    def begin_sleep(self) -> None:
+        self._host.begin_sleep()
 
     def sleep(self) -> None:
         self._host.sleep()
 
     def wake(self) -> None:
         self._host.wake()
+        self._host.wait_for("weights")
 
     # --- state
 
     def state_pieces(self) -> TrainerState:
-        """See Trainer. Tensors are live, valid until the next step; asleep, their copies in host memory."""
+        """See Trainer. Tensors are live, valid until the next step; copies in host memory where these are as new."""
         return self._state.saved(self._host.resident)
 
     def load_checkpoint(self, directory: Path) -> None:
         """See Trainer. The trainer is awake afterwards."""
         self.wake()
+        self._host.before_change("weights", "optimizer")
         with told_to_all():
             self._state.load(read_manifest(directory), self._layout, self._cfg.seed)
         self._optimizer.publish_masters()
@@ -287,6 +301,7 @@ class MegatronTrainer:
     def load_weights(self, source: Path) -> None:
         """See Trainer. The trainer is awake afterwards."""
         self.wake()
+        self._host.before_change("weights", "optimizer")
         with told_to_all():
             self._state.load_weights(Path(source))
         self._optimizer.publish_masters()

@@ -1,0 +1,127 @@
+"""What is where while a trainer's state leaves and comes back. Here the storages are a CPU's, so every copy is over when
+it returns; what overlaps on a GPU is in tests/distributed/test_megatron_gpu.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhpc.backends.megatron.host_memory import page_locked
+from rlhpc.backends.megatron.offload import HostCopy
+
+
+class State:
+    """Weights in one buffer with views, a reference, an optimizer's state, gradients."""
+
+    def __init__(self, *staying: str) -> None:
+        self.buffer = torch.arange(6.0)
+        self.weight, self.bias = self.buffer[:4].view(2, 2), self.buffer[4:]
+        self.reference = torch.tensor([7.0, 8.0])
+        self.moment, self.alias = torch.tensor([1.0, 2.0, 3.0]), self.buffer[2:5]  # a float32 master is the weight
+        self.gradient = torch.full((6,), 9.0)
+        self.host = HostCopy(
+            {"weights": [self.buffer], "reference": [self.reference], "optimizer": [self.alias, self.moment]},
+            scratch=[self.gradient],
+            staying=staying,
+        )
+
+    def on_device(self) -> dict[str, bool]:
+        tensors = {"weights": self.weight, "reference": self.reference, "optimizer": self.moment}
+        tensors["gradient"] = self.gradient
+        return {name: tensor.untyped_storage().nbytes() > 0 for name, tensor in tensors.items()}
+
+
+ALL_THERE = dict.fromkeys(("weights", "reference", "optimizer", "gradient"), True)
+GRADIENT_GONE = ALL_THERE | {"gradient": False}
+
+
+def test_every_view_comes_back_and_gradients_as_zeros() -> None:
+    state = State()
+    assert state.host.num_bytes == 3 * 64  # one storage each; a master that is the weight is no second one
+    state.host.begin_sleep()
+    assert state.on_device() == GRADIENT_GONE and state.weight.tolist() == [[0, 1], [2, 3]]  # readable meanwhile
+    state.host.sleep()
+    state.host.sleep()
+    assert not any(state.on_device().values())
+    state.host.wake()
+    state.host.wake()
+    assert state.on_device() == GRADIENT_GONE
+    assert state.weight.tolist() == [[0, 1], [2, 3]] and state.bias.tolist() == [4, 5] == state.buffer[4:].tolist()
+    assert state.alias.tolist() == [2, 3, 4] and state.moment.tolist() == [1, 2, 3]
+    assert state.reference.tolist() == [7, 8]
+    state.host.take_scratch()
+    assert state.on_device() == ALL_THERE and state.gradient.tolist() == [0] * 6
+    state.gradient.fill_(5)
+    state.host.take_scratch()
+    assert state.gradient.tolist() == [5] * 6  # there already
+
+
+def test_what_did_not_change_is_not_copied_again() -> None:
+    state = State()
+    state.host.sleep()
+    state.host.wake()
+    state.moment.fill_(-1)  # untold, so that it shows which content comes back
+    state.host.sleep()
+    state.host.wake()
+    assert state.moment.tolist() == [1, 2, 3]
+    state.host.before_change("optimizer")
+    state.moment.fill_(-2)
+    state.buffer.fill_(-2)
+    state.host.sleep()
+    state.host.wake()
+    assert state.moment.tolist() == [-2] * 3 and state.buffer.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_content_is_found_in_every_state() -> None:
+    """A save asks at any time; what it is given on the host stays until the first sleep after a change."""
+    state = State()
+    for part in (state.weight, state.alias, state.moment):
+        assert state.host.resident(part) is part
+    state.host.begin_sleep()
+    lent = [state.host.resident(part) for part in (state.weight.t(), state.alias[1:], state.moment)]
+    for move in (state.host.sleep, state.host.wake, lambda: state.host.before_change("weights", "optimizer")):
+        move()
+        assert [part.tolist() for part in lent] == [[[0, 2], [1, 3]], [3, 4], [1, 2, 3]]
+        assert all(part.untyped_storage().data_ptr() != state.buffer.data_ptr() for part in lent)
+    assert state.host.resident(state.moment) is state.moment
+    state.moment.fill_(4)
+    assert lent[2].tolist() == [1, 2, 3]
+    state.host.sleep()
+    assert lent[2].tolist() == [4, 4, 4] == state.host.resident(state.moment).tolist()
+
+
+def test_waking_before_asleep_leaves_everything() -> None:
+    state = State()
+    state.host.begin_sleep()
+    state.host.wake()
+    assert state.on_device() == GRADIENT_GONE and state.moment.tolist() == [1, 2, 3]
+    state.host.before_change("optimizer")
+    state.moment.fill_(6)
+    state.host.sleep()
+    state.host.wake()
+    assert state.moment.tolist() == [6, 6, 6]
+
+
+def test_parts_that_stay() -> None:
+    """A float32 master is the weight, and stays with it."""
+    state = State("weights", "reference")
+    state.host.sleep()
+    assert state.on_device() == {"weights": True, "reference": True, "optimizer": False, "gradient": False}
+    assert state.host.resident(state.alias) is state.alias and state.host.resident(state.moment).tolist() == [1, 2, 3]
+    state.host.wake()
+    state.host.before_change("weights", "optimizer")
+    assert state.host.num_bytes == 64 and state.moment.tolist() == [1, 2, 3]
+
+
+def test_use_while_asleep_is_an_error() -> None:
+    state = State()
+    state.host.sleep()
+    with pytest.raises(AssertionError, match="weights is needed while asleep"):
+        state.host.wait_for("weights")
+    with pytest.raises(AssertionError, match="would change while asleep"):
+        state.host.before_change("weights")
+
+
+def test_host_memory_is_of_the_size_that_is_asked_for() -> None:
+    memory = page_locked(3 * 2**20 + 1, lock=False)
+    assert len(memory) == 3 * 2**20 + 1 and not memory.any()
