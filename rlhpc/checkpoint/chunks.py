@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -67,9 +68,11 @@ class ChunkWriter:
         os.posix_fadvise(self._fd, self._position - length, length, os.POSIX_FADV_DONTNEED)
 
 
-def chunk_checksums(path: Path, chunk_bytes: int = CHUNK_BYTES) -> list[str]:
-    """XXH3-64, as 16 hexadecimal digits, of each `chunk_bytes` of a file; an empty file has none. Raises OSError."""
-    checksums: list[str] = []
+def chunk_checksums(
+    path: Path, chunk_bytes: int = CHUNK_BYTES, advance: Callable[[int], object] = lambda num_bytes: None
+) -> Iterator[str]:
+    """XXH3-64, as 16 hexadecimal digits, of each `chunk_bytes` of a file in turn; an empty file has none. `advance` is
+    called with the number of bytes of each block that was read. Raises OSError."""
     view = memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
         while True:
@@ -77,9 +80,10 @@ def chunk_checksums(path: Path, chunk_bytes: int = CHUNK_BYTES) -> list[str]:
             while length < chunk_bytes and (count := file.readinto(view[: chunk_bytes - length])):
                 digest.update(view[:count])
                 length += count
+                advance(count)
             if not length:
-                return checksums
-            checksums.append(digest.hexdigest())
+                return
+            yield digest.hexdigest()
 
 
 def drop_cached(fd: int) -> None:

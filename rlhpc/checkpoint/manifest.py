@@ -68,7 +68,7 @@ class FileEntry:
                 raise CheckpointError(f"{path}: {size} bytes, the manifest says {self.size_bytes}")
             if not checksums:
                 return
-            found = chunk_checksums(path, self.chunk_bytes)
+            found = list(chunk_checksums(path, self.chunk_bytes))
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from error
         if len(found) != len(self.checksums):

@@ -162,18 +162,19 @@ class CheckpointStore:
 
     def begin(self, step: int) -> PendingCheckpoint:
         """Opens a save of `step` and removes what dead writers left. Raises CheckpointError when the step is
-        already committed and complete, or another live process writes here."""
-        self.acquire()
-        self._sweep()
-        if self.has(step):  # a damaged one is replaced by commit
-            raise CheckpointError(
-                f"step {step} is already committed in {self.root}; resume from it, or drop it and what "
-                f"follows with discard_after({step - 1})"
-            )
+        already committed and complete, another live process writes here, or storage fails; DiskFullError where it is
+        full."""
         directory = self._temporary(step)
-        if directory.exists():  # an earlier attempt of this very process
-            shutil.rmtree(directory)
         try:
+            self.acquire()
+            self._sweep()
+            if self.has(step):  # a damaged one is replaced by commit
+                raise CheckpointError(
+                    f"step {step} is already committed in {self.root}; resume from it, or drop it and what "
+                    f"follows with discard_after({step - 1})"
+                )
+            if directory.exists():  # an earlier attempt of this very process
+                shutil.rmtree(directory)
             directory.mkdir()
         except OSError as error:
             durable.raise_write_error(error, directory, 0)

@@ -6,19 +6,18 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 from pathlib import Path
 from shlex import quote
 from threading import Event
 
-import xxhash
-
-from rlhpc.checkpoint.chunks import BLOCK_BYTES, drop_cached
+from rlhpc.checkpoint.chunks import chunk_checksums, drop_cached
 from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry, read_manifest
 from rlhpc.cli.checkpoints import byte_progress, find
 from rlhpc.cli.plan import readable
 from rlhpc.errors import CheckpointError
 
-MAX_THREADS = 16
+NUM_READERS = min(16, max(2, os.cpu_count() or 1))  # files at once; hashing keeps a core busy
 
 
 class DamagedError(CheckpointError):
@@ -64,8 +63,7 @@ def verify(argument: str, step: int | None = None) -> None:
 
 def verify_files(manifest: CheckpointManifest) -> list[str]:
     """What is wrong with each damaged file or chunk, in order; all files are read, several at a time."""
-    threads = min(MAX_THREADS, max(2, os.cpu_count() or 1))
-    with byte_progress() as progress, ThreadPoolExecutor(threads) as pool:
+    with byte_progress() as progress, ThreadPoolExecutor(NUM_READERS) as pool:
         task = progress.add_task(f"step {manifest.step}", total=manifest.size_bytes)
 
         def advance(num_bytes: int) -> None:
@@ -81,23 +79,18 @@ def verify_files(manifest: CheckpointManifest) -> list[str]:
 
 def _problems(directory: Path, entry: FileEntry, advance: Callable[[int], None], leaving: Event) -> Iterator[str]:
     path = directory / entry.name
-    view = memoryview(bytearray(BLOCK_BYTES))
     try:
         entry.verify(directory, checksums=False)  # there, and of the right size
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             drop_cached(file.fileno())
-            for chunk in range(len(entry.checksums)):
-                digest, left = xxhash.xxh3_64(), entry.chunk_bytes
-                while left and (count := file.readinto(view[:left])):
-                    if leaving.is_set():
-                        return
-                    digest.update(view[:count])
-                    left -= count
-                    advance(count)
+            found = chain(chunk_checksums(path, entry.chunk_bytes, advance), repeat("none"))  # of one cut meanwhile
+            for chunk, checksum in zip(range(len(entry.checksums)), found, strict=False):
                 try:
-                    entry.compare(directory, chunk, digest.hexdigest())
+                    entry.compare(directory, chunk, checksum)
                 except CheckpointError as error:
                     yield str(error)
+                if leaving.is_set():
+                    return
             drop_cached(file.fileno())
     except CheckpointError as error:
         yield str(error)

@@ -11,7 +11,6 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rlhpc.checkpoint.durable import DiskFullError
 from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry
 from rlhpc.checkpoint.store import CheckpointStore, PendingCheckpoint
 from rlhpc.config.load import config_digest
@@ -75,7 +74,8 @@ class Saver:
         """Returns when the ranks have begun to write their state; `collect` and `drain` tell what became of the save.
 
         The save before has to be over first: where it isn't, this waits and says so. Storage that fails or is full is
-        an alarm and no error. Raises CheckpointError where ranks lack the memory for the copy.
+        an alarm and no error. Raises CheckpointError where ranks lack the memory for the copy, and where a newer
+        attempt has taken the run over.
         """
         begin = time.monotonic()
         if self._flight and not self._flight.committed.done():
@@ -88,7 +88,8 @@ class Saver:
             return
         try:
             pending = self._store.begin(state.step)
-        except DiskFullError as error:
+        except CheckpointError as error:
+            self._store.require_ownership()
             self.alarm(state.step, error)
             return
         save_id = f"{state.step}-{next(self._ids)}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -89,7 +91,9 @@ class LocalRanks:
         self.held = threading.Event()
         self.settling: Callable[[], None] = lambda: None
 
-    def call(self, method: str, per_rank: Any = None, *, waiting: Any = None, **common: Any) -> list[Any]:
+    def call(
+        self, method: str, per_rank: Any = None, *, phase: str = "", waiting: Any = None, **common: Any
+    ) -> list[Any]:
         if method == "describe":
             self.settling()
         return [getattr(rank, method)(**common) for rank in self.ranks]
@@ -233,6 +237,29 @@ def test_a_full_disk_is_an_alarm_and_the_next_one_makes_up_for_it(tmp_path: Path
     parts.saver.drain()
     assert "checkpoint/failed_saves" not in parts.saver.collect()
     assert parts.store.steps() == [1, 3] and parts.saved_value(3) == 3.0
+
+
+def test_storage_that_turns_read_only_is_an_alarm_too(tmp_path: Path, caller: LocalRanks, capsys) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root; run the tests as root to cover this")
+    parts = Parts(tmp_path, caller)
+    parts.store.root.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "rlhpc-test", parts.store.root], check=True)
+    try:
+        parts.saver.start(state(1))
+        parts.saver.drain()
+        subprocess.run(["mount", "-o", "remount,ro", parts.store.root], check=True)
+        parts.saver.collect()
+        parts.saver.start(state(2))
+        assert parts.saver.collect() == {"checkpoint/failed_saves": 1.0}
+        out = " ".join(capsys.readouterr().out.split())
+        assert "WARNING: step 2 is not saved, training goes on: can't write " in out and "Read-only file system" in out
+        subprocess.run(["mount", "-o", "remount,rw", parts.store.root], check=True)
+        parts.saver.start(state(3))
+        parts.saver.drain()
+        assert parts.store.steps() == [1, 3]
+    finally:
+        subprocess.run(["umount", "--lazy", parts.store.root], check=True)
 
 
 def test_a_chunk_that_comes_back_otherwise_is_an_alarm_too(parts: Parts, caller: LocalRanks) -> None:
