@@ -19,6 +19,7 @@ from rlhpc.cli import resume  # noqa: E402
 from rlhpc.cluster import submission  # noqa: E402
 from rlhpc.config.load import load  # noqa: E402
 from rlhpc.config.schema import RunConfig  # noqa: E402
+from rlhpc.config.tree import shown  # noqa: E402
 from rlhpc.errors import ConfigError  # noqa: E402
 
 
@@ -34,7 +35,7 @@ def main(directory: Path, arguments: Sequence[str]) -> int:
         print(f"{directory} has finished; train it for longer with trainer.total_training_steps=N")
         return 0
     print(f"resuming {directory}" + (", changed:" if changes else " as it was"))
-    for line in resume.shown(changes):
+    for line in shown(changes):
         print(f"  {line}")
     if new.launch.mode == "allocation" and "SLURM_JOB_ID" not in os.environ:
         made = submission.Submission.read(directory)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.durable import publish_file
+from rlhpc.config.tree import diff, shown
 from rlhpc.errors import CheckpointError
 
 RUN_NAME = "run.json"
@@ -89,14 +90,12 @@ def refuse_another(directory: Path, config: Mapping[str, Any], model_config: Map
         stored = json.loads(path.read_text())
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({error}); restore it, or choose another run_dir") from error
-    differing = [
-        f"  {key}: {json.dumps(old)} -> {json.dumps(new)}"
-        for key, old, new in _differences(stored, {"config": dict(config), "model": dict(model_config)})
-        if not free(key.removeprefix("config."))
-    ]
-    if differing:
+    now = json.loads(json.dumps({"config": dict(config), "model": dict(model_config)}))
+    # What the run's rlhpc didn't have is as it was where it is null now.
+    binding = [change for change in diff(stored, now, absent=None) if not free(change[0].removeprefix("config."))]
+    if binding:
         raise CheckpointError(
-            f"run_dir={directory} belongs to a run with other settings:\n" + "\n".join(differing) + "\n"
+            "\n  ".join([f"run_dir={directory} belongs to a run with other settings:", *shown(binding)]) + "\n"
             "choose another run_dir, or restore these settings to go on with that run "
             f"(free to change: parallel sizes, microbatches, the machine, {', '.join(FREE[len(LAYOUT) :])})"
         )
@@ -124,19 +123,3 @@ def check_identity(
 def free(key: str) -> bool:
     """Whether a run that has trained may go on with another value of a key."""
     return any(key == free or key.startswith(free + ".") for free in FREE)
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old, new) of every leaf that differs, sorted; None for one that a side doesn't have."""
-    before, after = dict(_leaves("", old)), dict(_leaves("", new))
-    for key in sorted(before.keys() | after.keys()):
-        if before.get(key) != after.get(key):
-            yield key, before.get(key), after.get(key)
-
-
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, below in value.items():
-            yield from _leaves(f"{prefix}.{name}" if prefix else str(name), below)
-    else:
-        yield prefix, json.loads(json.dumps(value))

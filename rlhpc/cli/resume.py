@@ -3,20 +3,17 @@ and starts it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlhpc.checkpoint.identity import RUN_NAME, free, has_trained
 from rlhpc.cli.runs import SETTINGS, Run
 from rlhpc.cluster.attempt import read_json
-from rlhpc.config.load import diff, load, load_file
+from rlhpc.config.load import load, load_file
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.tree import Change, diff, shown
 from rlhpc.errors import ConfigError
 
 WHERE = ("launch", "cluster", "run_dir")  # sections that alter where a run runs, not what it does
-Change = tuple[str, Any, Any]  # key, old value, new value
 
 
 def settings_of(directory: Path) -> RunConfig:
@@ -41,7 +38,7 @@ def settings_of(directory: Path) -> RunConfig:
 
 def changes(directory: Path, old: RunConfig, new: RunConfig) -> list[Change]:
     """What the overrides change. Raises ConfigError for what would make it another run, once it has trained a step."""
-    found = diff(old, new)
+    found = diff(old.tree(), new.tree())
     if any(key == "run_dir" for key, _, _ in found):
         raise ConfigError("resume can't change run_dir; start another run with launch/run.py run_dir=...")
     binding = [change for change in found if not free(change[0])]
@@ -58,15 +55,9 @@ def changes(directory: Path, old: RunConfig, new: RunConfig) -> list[Change]:
     return found
 
 
-def shown(found: Sequence[Change]) -> Iterator[str]:
-    """A line for each change."""
-    for key, old, new in found:
-        yield f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
-
-
 def finished(cfg: RunConfig) -> bool:
     """Whether the run has come to its end, and `cfg` asks for nothing that it has not done."""
     directory = Path(cfg.run_dir)
     if Run(directory).settled != "finished":
         return False
-    return all(key.partition(".")[0] in WHERE for key, _, _ in diff(settings_of(directory), cfg))
+    return all(key.partition(".")[0] in WHERE for key, _, _ in diff(settings_of(directory).tree(), cfg.tree()))

@@ -1,4 +1,4 @@
-"""From composed configuration to the typed schema, and what is derived from it: digest, YAML, differences."""
+"""From composed configuration to the typed schema, and what is derived from it: digest and YAML."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from rlhpc.config.schema import RunConfig, written
+from rlhpc.config.tree import MISSING, leaves
 from rlhpc.config.verl import verl_key
 from rlhpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-MISSING = "???"  # OmegaConf's mark of a value that must be given
 
 
 def load(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
@@ -38,7 +37,7 @@ def load(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
     problems: list[str] = []
     config = _build(RunConfig, tree, "", problems)
     problems += _with_nodes(config)
-    problems += [_missing(key) for key, value in _leaves("", tree) if value == MISSING]
+    problems += [_missing(key) for key, value in leaves("", tree) if value == MISSING]
     if problems:
         raise ConfigError("\n".join(problems))
     assert isinstance(config, RunConfig)
@@ -79,14 +78,6 @@ def config_digest(cfg: RunConfig) -> str:
     """16 hex digits that differ whenever a value differs."""
     canonical = json.dumps(cfg.tree(), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
-
-
-def diff(old: RunConfig | Mapping[str, Any], new: RunConfig | Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of every leaf that differs, sorted; `???` marks absent leaves."""
-    trees = (c.tree() if isinstance(c, RunConfig) else c for c in (old, new))
-    before, after = (dict(_leaves("", tree)) for tree in trees)
-    pairs = ((key, before.get(key, MISSING), after.get(key, MISSING)) for key in sorted({*before, *after}))
-    return [(key, a, b) for key, a, b in pairs if a != b or type(a) is not type(b)]
 
 
 def suggest(key: str) -> str:
@@ -148,21 +139,13 @@ def _build(cls: type, tree: Any, prefix: str, problems: list[str]) -> Any:
 def _unknown(key: str, value: Any) -> list[str]:
     """Refusals of the leaves below an unknown key; those of verl that change nothing here pass."""
     problems = []
-    for leaf, leaf_value in _leaves(key, value):
+    for leaf, leaf_value in leaves(key, value):
         entry = verl_key(leaf)
         if entry is None:
             problems.append(f"unknown key {leaf}{suggest(leaf)}")
         elif not entry.accepts(leaf_value):
             problems.append(f"{leaf}={_shown(leaf_value)} is verl's: {entry.instead}")
     return problems
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for name, below in value.items():
-            yield from _leaves(f"{key}.{name}" if key else str(name), below)
-    else:
-        yield key, value
 
 
 def _options(kind: Any) -> tuple[Any, ...]:

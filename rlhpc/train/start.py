@@ -11,9 +11,9 @@ from typing import Any
 from rlhpc.checkpoint.manifest import CheckpointManifest
 from rlhpc.checkpoint.origin import Origin, age_s, find_origin, last_start, none_usable
 from rlhpc.checkpoint.store import CheckpointStore, Found
-from rlhpc.config.load import MISSING, diff
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.tree import MISSING, diff, shown
 from rlhpc.errors import CheckpointError, ConfigError, ModelError
 from rlhpc.metrics.console import duration
 from rlhpc.reshard.families import family_for
@@ -171,11 +171,7 @@ def differing(settings: Mapping[str, Any], cfg: RunConfig, model_config: Mapping
         if old != MISSING or section == "model"
     ]
     named = [(key.removeprefix("config."), old, new) for key, old, new in sorted(found, key=itemgetter(0))]
-    return [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in named if not key.startswith(OF_NO_INTEREST)]
-
-
-def _shown(value: Any) -> str:
-    return "not set" if value == MISSING else json.dumps(value)
+    return list(shown(change for change in named if not change[0].startswith(OF_NO_INTEREST)))
 
 
 def settings_of(origin: Origin) -> Mapping[str, Any]:

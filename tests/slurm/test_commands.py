@@ -254,7 +254,7 @@ def test_resumed_as_it_was_submitted(workplace: Workplace, tmp_path: Path) -> No
     assert said.startswith(
         f"resuming {run}, changed:\n"
         "  cluster.nodes: null -> 2\n"
-        '  cluster.sbatch.comment: "???" -> "again"\n'
+        '  cluster.sbatch.comment: not set -> "again"\n'
         "  launch.time_min: 20 -> 30\n"
         "  trainer.nnodes: 1 -> 2\n"
         f"removed {run / 'STOP'}, left by rlhpc cancel\n"

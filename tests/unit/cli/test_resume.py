@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from launch.resume import composed
-from rlhpc.cli.resume import changes, finished, settings_of, shown
+from rlhpc.cli.resume import changes, finished, settings_of
 from rlhpc.config.load import load, to_yaml
+from rlhpc.config.tree import shown
 from rlhpc.errors import ConfigError
 
 GIVEN = {"actor_rollout_ref": {"model": {"path": "/m"}}, "data": {"train_files": "/d.jsonl"}, "run_dir": "/elsewhere"}
@@ -44,7 +45,7 @@ def test_free_keys_change_and_others_only_before_the_first_step(tmp_path: Path) 
     old = settings_of(run)
     new = composed(old, ["trainer.total_training_steps=200", "seed=7", "launch=slurm", "cluster.sbatch.comment=again"])
     assert list(shown(changes(run, old, new))) == [
-        'cluster.sbatch.comment: "???" -> "again"',
+        'cluster.sbatch.comment: not set -> "again"',
         'launch.mode: "local" -> "slurm"',
         "seed: 0 -> 7",
         "trainer.total_training_steps: 100 -> 200",

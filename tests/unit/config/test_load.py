@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlhpc.config import schema
-from rlhpc.config.load import config_digest, diff, known_keys, load, to_yaml, violations
+from rlhpc.config.load import config_digest, known_keys, load, to_yaml, violations
+from rlhpc.config.tree import diff
 from rlhpc.errors import ConfigError
 
 REQUIRED = {"actor_rollout_ref": {"model": {"path": "/m"}}, "data": {"train_files": "/d.jsonl"}}
@@ -181,7 +182,7 @@ def test_a_keyword_of_python_is_a_key_like_others(tmp_path, monkeypatch):
     cfg = load(REQUIRED | {"resume": {"from": "other", "what": "weights"}})
     assert (cfg.resume.from_, cfg.tree()["resume"]["from"]) == (str(tmp_path / "other"),) * 2
     assert load(yaml.safe_load(to_yaml(cfg))) == cfg and "resume.from" in known_keys()
-    assert diff(load(REQUIRED), cfg)[0] == ("resume.from", None, str(tmp_path / "other"))
+    assert diff(load(REQUIRED).tree(), cfg.tree())[0] == ("resume.from", None, str(tmp_path / "other"))
     assert violations({"resume": {"from": 3, "from_": 4}}) == ["unknown key resume.from_; did you mean resume.from?"]
 
 
@@ -196,8 +197,8 @@ def test_yaml_digest_and_diff():
     old = load(with_leaf("reward.kwargs", {"method": "strict"}))
     assert load(yaml.safe_load(to_yaml(old))) == old
     new = load(with_leaf("seed", 1))
-    assert diff(old, new) == [("reward.kwargs.method", "strict", "???"), ("seed", 0, 1)]
-    assert diff(old, old) == []
+    assert diff(old.tree(), new.tree()) == [("reward.kwargs.method", "strict", "???"), ("seed", 0, 1)]
+    assert diff(old.tree(), old.tree()) == []
     assert config_digest(old) == config_digest(load(with_leaf("reward.kwargs", {"method": "strict"})))
     assert config_digest(old) != config_digest(new)
     assert re.fullmatch("[0-9a-f]{16}", config_digest(old))
