@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.config.in_place import in_place_experts
 from rlhpc.config.keeping import kept_checkpoints
 from rlhpc.config.model_dir import fix_path, read_model_config
 from rlhpc.config.ranges import out_of_range, unknown_names
@@ -91,6 +92,7 @@ def check(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int, *, d
         case = _Case(cfg, model_facts(model_config), world_size, device or cfg.trainer.device)
         problems = [problem for rule in _RULES for problem in rule(case)]
     if problems:
+        problems = problems or [*in_place_experts(cfg, model_config, world_size, case.device)]
         raise ConfigError("\n".join(problems))
 
 

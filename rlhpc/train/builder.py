@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError
@@ -29,13 +32,15 @@ def build_engine(
     raise ConfigError(f"actor_rollout_ref.rollout.name={name!r} is not available; choose vllm")
 
 
-def build_trainer(cfg: RunConfig, hf_config: dict[str, Any], device: str) -> Trainer:
-    """This rank's trainer."""
+def build_trainer(
+    cfg: RunConfig, hf_config: dict[str, Any], device: str, shared: Mapping[str, torch.Tensor] | None = None
+) -> Trainer:
+    """This rank's trainer. Its experts are the `shared` tensors where there are any, by the trainer's buffer names."""
     try:
         from rlhpc.backends.megatron.trainer import MegatronTrainer
     except ModuleNotFoundError as error:
         raise _missing(error, device) from error
-    return MegatronTrainer(cfg, hf_config, Path(cfg.actor_rollout_ref.model.path), device)
+    return MegatronTrainer(cfg, hf_config, Path(cfg.actor_rollout_ref.model.path), device, shared)
 
 
 def _missing(error: ModuleNotFoundError, device: str) -> ConfigError:

@@ -146,6 +146,11 @@ class RolloutEngine(WeightSink, Protocol):
     @property
     def num_replicas(self) -> int: ...
 
+    def expert_weights(self) -> Mapping[str, torch.Tensor]:
+        """With reshard.in_place_experts: the experts that generate, by the names that the sink's shards use. They keep
+        their memory and content while the engine sleeps, and then belong to whoever was given them."""
+        ...
+
     def generate(
         self,
         prompts: Sequence[tuple[int, Sequence[int]]],

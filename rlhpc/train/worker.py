@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.cluster.attempt import Attempt
 from rlhpc.cluster.session import TOKEN_VARIABLE, ident_of
+from rlhpc.config.in_place import shared_experts
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import RankLostError, RlhpcError, TrainingError
 
@@ -81,7 +82,10 @@ class RankWorker:
         ident = ident_of(os.environ[TOKEN_VARIABLE])  # of the session on this rank's node
         self.engine = build_engine(cfg, hf_config, self._device, self.rank, self.world_size, ident)
         self.engine.sleep()
-        self.trainer = build_trainer(cfg, hf_config, self._device)
+        self._shared = shared_experts(cfg, hf_config, self.world_size)
+        experts = self.engine.expert_weights()
+        shared = {name: experts[of_engine] for name, of_engine in self._shared.items()}
+        self.trainer = build_trainer(cfg, hf_config, self._device, shared)
         self._saver = RankSaver(
             self.rank,
             self.trainer,
@@ -135,7 +139,9 @@ class RankWorker:
 
         sink_buffers = self.engine.begin_publish()
         if self._publishes == 0:
-            self._plan = plan(self.trainer.source_specs(), self.engine.sink_specs())
+        from rlhpc.reshard.in_place import without
+            wanted = without(self.engine.sink_specs(), self._shared.values())
+            self._plan = plan(self.trainer.source_specs(), wanted)
             self._resharder = Resharder(self._plan, self.rank, group=None, bucket_bytes=self.cfg.reshard.bucket_bytes)
         source_buffers = self.trainer.source_buffers()
         self._resharder.run(source_buffers, sink_buffers)

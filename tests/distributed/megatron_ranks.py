@@ -64,7 +64,9 @@ def loss_spec(batch: list[TokenSequence]) -> LossSpec:
     )  # fmt: skip
 
 
-def make_trainer(model_dir: Path, sizes: Mapping[str, int], device: str = "cpu", **settings: Any) -> Any:
+def make_trainer(
+    model_dir: Path, sizes: Mapping[str, int], device: str = "cpu", shared: Any = None, **settings: Any
+) -> Any:
     """`settings` are dotted paths below actor_rollout_ref, dots written as two underscores."""
     from rlhpc.backends.megatron.trainer import MegatronTrainer
 
@@ -85,7 +87,7 @@ def make_trainer(model_dir: Path, sizes: Mapping[str, int], device: str = "cpu",
             node = getattr(node, parent)
         setattr(node, leaf, value)
     hf_config = json.loads((model_dir / "config.json").read_text())
-    return MegatronTrainer(cfg, hf_config, model_dir, device)
+    return MegatronTrainer(cfg, hf_config, model_dir, device, shared)
 
 
 def filled_batches(
@@ -246,21 +248,35 @@ def train(trainer: Any, steps: range) -> Iterator[dict[str, float]]:
 
 def plain_and_sparing(model_dir: Path) -> list[dict[str, Any]]:
     """Three bfloat16 steps, of more and more microbatches; the second time gradients are reduced during the backward,
-    and parts of layers computed again."""
-    sparing = {"overlap_grad_reduce": True, "recompute_modules": ["core_attn", "moe"]}
-    outcomes = []
-    for settings in ({}, {f"actor__megatron__{name}": value for name, value in sparing.items()}):
-        trainer = make_trainer(model_dir, {"ep": 2}, model__dtype="bfloat16", **settings)
+    and parts of layers computed again, and the third time the experts lie in memory that is given."""
+    sparing = {"actor__megatron__overlap_grad_reduce": True, "actor__megatron__recompute_modules": ["core_attn", "moe"]}
+    outcomes: list[dict[str, Any]] = []
+    given: dict[str, torch.Tensor] = {}
+    for settings in ({}, sparing, sparing):
+        shared = given if len(outcomes) == 2 else None
+        trainer = make_trainer(model_dir, {"ep": 2}, model__dtype="bfloat16", shared=shared, **settings)
+        first = copies(trainer.source_buffers())
         metrics, num_microbatches = [], []
         for step, max_tokens in enumerate((60, 35, 20)):
             batch = sequences(8, seed=step)
             batches = filled_batches(trainer, batch, max_tokens)
             metrics.append(trainer.step(batches, loss_spec(batch)))
             num_microbatches.append(len(batches))
-        weights = {name: value.view(torch.uint8).numpy().copy() for name, value in trainer.source_buffers().items()}
-        outcomes.append({"num_microbatches": num_microbatches, "metrics": metrics, "weights": weights})
+        trained = copies(trainer.source_buffers() | (shared or {}))
+        outcome = {"num_microbatches": num_microbatches, "metrics": metrics, "first": first, "weights": trained}
+        if shared:
+            trainer.load_weights(model_dir)
+            outcome["loaded"] = copies(shared)
+            outcome["buffers"] = sum(buffer.param_data.numel() for buffer in trainer._policy.expert_parallel_buffers)
+        outcomes.append(outcome)
+        given = {n: torch.full_like(v, torch.nan) for n, v in trainer.source_buffers().items() if ".experts." in n}
         forget_groups()
     return outcomes
+
+
+def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Their bytes."""
+    return {name: value.view(torch.uint8).numpy().copy() for name, value in tensors.items()}
 
 
 def tiny_steps(model_dir: Path, sizes: Mapping[str, int], num_steps: int, lr: float) -> dict[str, Any]:

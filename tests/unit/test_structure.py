@@ -39,6 +39,7 @@ PURE = {
     "rlhpc/checkpoint/": {"torch"},
     "rlhpc/reshard/families/": set(),
     "rlhpc/reshard/flat.py": {"torch"},
+    "rlhpc/reshard/in_place.py": set(),
     "rlhpc/reshard/plan.py": {"numpy", "torch", "xxhash"},
     "rlhpc/algorithms/": {"numpy", "torch"},
     "rlhpc/data/readers.py": {"pyarrow"},

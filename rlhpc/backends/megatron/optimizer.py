@@ -12,6 +12,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rlhpc.backends.megatron.cpu_shim import cuda_type_names
+from rlhpc.backends.megatron.in_place import update_in_place
 from rlhpc.config.schema import OptimConfig
 from rlhpc.errors import ConfigError
 
@@ -60,6 +61,7 @@ class Optimizer:
         with cuda_type_names():
             self._chained = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
         for part in self._parts():
+            update_in_place(part)
             for group in part.optimizer.param_groups:
                 group["fused"] = True  # Megatron leaves it to torch, which then loops over parameters
                 for master in group["params"]:

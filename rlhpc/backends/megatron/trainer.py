@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rlhpc.backends.megatron import cpu_shim
 from rlhpc.backends.megatron.experts import balance_loss, expert_balance, start_balance_loss
 from rlhpc.backends.megatron.loss import microbatch_loss
+from rlhpc.backends.megatron.in_place import keep_in_place, place_experts
 from rlhpc.backends.megatron.model import PolicyModel, transformer_config
 from rlhpc.backends.megatron.offload import HostCopy
 from rlhpc.backends.megatron.optimizer import Optimizer
@@ -45,9 +46,18 @@ class MegatronTrainer:
     """Implements train.protocols.Trainer. torch.distributed must be initialised, its world being the trainer's.
 
     Raises ConfigError for what the model or this trainer can't do, ModelError for an unusable model directory.
+    `shared` are tensors that the policy's experts are to be, by parameter names: their memory is the engine's. In
+    bfloat16, with experts that no other rank has.
     """
 
-    def __init__(self, cfg: RunConfig, hf_config: dict[str, Any], model_dir: Path, device: str) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        hf_config: dict[str, Any],
+        model_dir: Path,
+        device: str,
+        shared: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         cpu_shim.install()
         self._cfg, self._model_dir, self._device = cfg, Path(model_dir), _device(device)
         self._layout = _layout(cfg, dist.get_world_size())
@@ -74,7 +84,7 @@ class MegatronTrainer:
         )
         model_parallel_cuda_manual_seed(cfg.seed)
 
-        policy = self._build_model()
+        policy = self._build_model(shared)
         if cfg.actor_rollout_ref.actor.megatron.freeze_moe_router:
             for name, parameter in policy.named_parameters():
                 parameter.requires_grad_(not name.endswith("mlp.router.weight"))
@@ -94,9 +104,11 @@ class MegatronTrainer:
         needs_reference = cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
         self._reference = self._build_model().requires_grad_(False).eval() if needs_reference else None
         self._state = TrainingState(dict(policy.named_parameters()), self._optimizer, self._specs, dist.get_rank())
+        if shared:
+            keep_in_place(self._policy, shared)
         self._host = self._host_copy()
 
-    def _build_model(self) -> PolicyModel:
+    def _build_model(self, shared: Mapping[str, torch.Tensor] | None = None) -> PolicyModel:
         model_cfg = self._cfg.actor_rollout_ref.model
         config = transformer_config(
             self._facts,
@@ -117,6 +129,8 @@ class MegatronTrainer:
     # --- layout and weights
 
     @property
+        if shared:
+            place_experts(model, shared)
     def data_parallel_rank(self) -> int:
         return self._layout.coords(dist.get_rank()).dp
 

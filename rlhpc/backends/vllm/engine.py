@@ -35,6 +35,7 @@ from rlhpc.data.types import Completion
 from rlhpc.errors import ConfigError, EngineError
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
+from rlhpc.reshard.in_place import expert_buffers
 from rlhpc.train.protocols import SamplingSpec, WeightSink
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,12 @@ class VllmEngine:
                 f"actor_rollout_ref.rollout.expert_parallel_size={rollout.expert_parallel_size} needs GPUs: vLLM's "
                 "CPU build ends in a segmentation fault with it; set 1"
             )
+        self._in_place = cfg.reshard.in_place_experts
+        if self._in_place and device == "cpu":
+            raise ConfigError(
+                "reshard.in_place_experts=true needs GPUs: on a CPU vLLM packs weights into its kernels' layouts; "
+                "set false"
+            )
         specs = family.rollout_specs(hf_config, tp, range(world_size), model.dtype, expert_parallel=expert_parallel)
         self._vocab_size = family.model_facts(hf_config).vocab_size
         self._eos = eos_token_ids(Path(model_dir), hf_config)
@@ -132,7 +139,8 @@ class VllmEngine:
     def _launch(self, arguments: dict[str, Any], seed: int) -> private.LLM:
         cleanup_shm(self._ident)
         dist.barrier()  # nobody creates a segment before everybody has removed the old ones
-        with isolated_rng(seed, self._device), private.launching(self._ident), warnings.catch_warnings():
+        stay = private.weights_stay() if self._in_place else nullcontext()
+        with isolated_rng(seed, self._device), private.launching(self._ident), stay, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             llm = private.LLM(**arguments)
         dist.barrier()  # everybody has attached: from here a segment needs no name, and no kill can leave one
@@ -200,6 +208,13 @@ class VllmEngine:
     def sink_specs(self) -> Sequence[ShardSpec]:
         return self._sink.sink_specs()
 
+    def expert_weights(self) -> Mapping[str, torch.Tensor]:
+        """With reshard.in_place_experts: the running model's experts on this rank, by the names that `sink_specs` use.
+        They stay where they are for good; whoever else uses them must change them while the engine sleeps alone."""
+        experts = expert_buffers(self.sink_specs()) if self._in_place else set()
+        parameters = private.running_model(self._llm).named_parameters()
+        return {name: parameter.data for name, parameter in parameters if name in experts}
+
     def begin_publish(self) -> Mapping[str, torch.Tensor]:
         """The sink's buffers on this rank, by the names that `sink_specs` use."""
         if "weights" in self._asleep:
@@ -216,7 +231,8 @@ class VllmEngine:
         logger.debug("policy version %d published", policy_version)
 
     def sleep(self) -> None:
-        """Frees the device memory of weights and KV cache (vLLM's level 2); on CPU, which can't, does nothing."""
+        """Frees the device memory of weights and KV cache (vLLM's level 2), of the latter alone with
+        reshard.in_place_experts; on CPU, which can't, does nothing."""
         if not self._can_sleep:
             _say_once_that_it_stays_awake(self._device)
         elif not self._asleep:

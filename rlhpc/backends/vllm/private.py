@@ -9,7 +9,7 @@ from __future__ import annotations
 import rlhpc.backends.vllm.environment  # noqa: F401  # isort: skip  # before the first vllm import
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,21 @@ def launching(ident: str) -> Iterator[None]:
         _replaced(ExecutorWithExternalLauncher, "_distributed_args", named),
         _replaced(parallel_state, "init_model_parallel_group", without_queue),
     ):
+        yield
+
+
+@contextmanager
+def weights_stay() -> Iterator[None]:
+    """Within it a new engine keeps its weights in torch's own memory rather than in the pool that its sleep mode
+    unmaps: they keep address and content while the engine sleeps, which gives up the KV cache alone."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    pool = Worker._maybe_get_memory_pool_context
+
+    def of(self: Worker, tag: str) -> AbstractContextManager[Any]:
+        return nullcontext() if tag == "weights" else pool(self, tag)
+
+    with _replaced(Worker, "_maybe_get_memory_pool_context", of):
         yield
 
 
