@@ -91,8 +91,8 @@ def check(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int, *, d
     if not problems:  # the arithmetic below wants sizes of at least 1
         case = _Case(cfg, model_facts(model_config), world_size, device or cfg.trainer.device)
         problems = [problem for rule in _RULES for problem in rule(case)]
-    if problems:
         problems = problems or [*in_place_experts(cfg, model_config, world_size, case.device)]
+    if problems:
         raise ConfigError("\n".join(problems))
 
 

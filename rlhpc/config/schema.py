@@ -228,8 +228,8 @@ class ReshardConfig:
     sink: str = "direct"  # into vLLM's fused parameters | reference: whole tensors through its loader
     bucket_bytes: int = 512 * 1024**2  # peak extra memory of a publish, per rank
     verify_every: int = 0  # publishes between fingerprint comparisons; 0: never
-
     in_place_experts: bool = False  # the trainer's experts are the engine's own (GPU, where layouts agree)
+
 
 @dataclass
 class ClusterConfig:

@@ -134,12 +134,12 @@ class RankWorker:
 
     def _reshard(self) -> None:
         from rlhpc.reshard.execute import Resharder
+        from rlhpc.reshard.in_place import without
         from rlhpc.reshard.plan import plan
         from rlhpc.reshard.verify import verify
 
         sink_buffers = self.engine.begin_publish()
         if self._publishes == 0:
-        from rlhpc.reshard.in_place import without
             wanted = without(self.engine.sink_specs(), self._shared.values())
             self._plan = plan(self.trainer.source_specs(), wanted)
             self._resharder = Resharder(self._plan, self.rank, group=None, bucket_bytes=self.cfg.reshard.bucket_bytes)

@@ -22,8 +22,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rlhpc.backends.megatron import cpu_shim
 from rlhpc.backends.megatron.experts import balance_loss, expert_balance, start_balance_loss
-from rlhpc.backends.megatron.loss import microbatch_loss
 from rlhpc.backends.megatron.in_place import keep_in_place, place_experts
+from rlhpc.backends.megatron.loss import microbatch_loss
 from rlhpc.backends.megatron.model import PolicyModel, transformer_config
 from rlhpc.backends.megatron.offload import HostCopy
 from rlhpc.backends.megatron.optimizer import Optimizer
@@ -45,9 +45,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class MegatronTrainer:
     """Implements train.protocols.Trainer. torch.distributed must be initialised, its world being the trainer's.
 
-    Raises ConfigError for what the model or this trainer can't do, ModelError for an unusable model directory.
     `shared` are tensors that the policy's experts are to be, by parameter names: their memory is the engine's. In
     bfloat16, with experts that no other rank has.
+    Raises ConfigError for what the model or this trainer can't do, ModelError for an unusable model directory.
     """
 
     def __init__(
@@ -97,6 +97,8 @@ class MegatronTrainer:
             ),
             policy,
         )
+        if shared:
+            keep_in_place(self._policy, shared)
         if self._policy.ddp_config.overlap_grad_reduce:
             policy.config.no_sync_func = self._policy.no_sync  # only the last microbatch's gradients are whole
         policy.config.finalize_model_grads_func = _sum_gradients
@@ -104,8 +106,6 @@ class MegatronTrainer:
         needs_reference = cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
         self._reference = self._build_model().requires_grad_(False).eval() if needs_reference else None
         self._state = TrainingState(dict(policy.named_parameters()), self._optimizer, self._specs, dist.get_rank())
-        if shared:
-            keep_in_place(self._policy, shared)
         self._host = self._host_copy()
 
     def _build_model(self, shared: Mapping[str, torch.Tensor] | None = None) -> PolicyModel:
@@ -119,6 +119,8 @@ class MegatronTrainer:
             balance_coeff=self._balance_coeff,
         )
         model = PolicyModel(config, self._facts)
+        if shared:
+            place_experts(model, shared)
         for parameter in model.parameters():
             parameter.data.zero_()  # padded vocabulary rows belong to no tensor of the file
         model.to(self._device)
@@ -129,8 +131,6 @@ class MegatronTrainer:
     # --- layout and weights
 
     @property
-        if shared:
-            place_experts(model, shared)
     def data_parallel_rank(self) -> int:
         return self._layout.coords(dist.get_rank()).dp
 
