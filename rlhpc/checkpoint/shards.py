@@ -248,7 +248,8 @@ def _append(writer: ChunkWriter, tensor: torch.Tensor, reading: Reading | None) 
     for begin in range(0, tensor.nbytes, SLICE_BYTES):
         end = begin + SLICE_BYTES
         with reading(tensor, end >= tensor.nbytes) as content:
-            writer.append(as_bytes(content.detach().cpu().contiguous())[begin:end])
+            flat = content.detach().contiguous().view(-1).view(torch.uint8)
+            writer.append(as_bytes(flat[begin:end].cpu()))
             writer.flush()  # outside of the context the content may change
 
 

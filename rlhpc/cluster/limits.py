@@ -22,7 +22,7 @@ class Limits:
 
 def limits(environ: Mapping[str, str], root: Path = Path("/")) -> Limits:
     """The limits of the process whose /proc and /sys lie under `root`."""
-    memory = min([_machine_memory(root), *_cgroup_memory(root), *_slurm_memory(environ)])
+    memory = min([_machine_memory(root, "MemTotal"), *_cgroup_memory(root), *_slurm_memory(environ)])
     cpus = [float(len(os.sched_getaffinity(0))), *_cgroup_cpus(root)]
     if count := environ.get("SLURM_CPUS_PER_TASK") or environ.get("SLURM_CPUS_ON_NODE"):
         cpus.append(float(count))
@@ -40,11 +40,29 @@ def oom_kills(root: Path = Path("/")) -> int:
     return 0
 
 
-def _machine_memory(root: Path) -> int:
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that processes here may still take: of what the machine has left, and of each cgroup's limit. What the
+    kernel keeps of files counts as free."""
+    left = [_machine_memory(root, "MemAvailable")]
+    for directory, version in _levels(root, "memory"):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (_text(directory / name).strip() for name in names)
+        if limit.isdigit() and used.isdigit():
+            left.append(int(limit) - int(used) + _file_pages(directory, version))
+    return max(0, min(left))
+
+
+def _file_pages(directory: Path, version: int) -> int:
+    prefix = "" if version == 2 else "total_"  # those of the groups below too, as in the other numbers
+    counts = dict(line.split() for line in _text(directory / "memory.stat").splitlines())
+    return sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+
+
+def _machine_memory(root: Path, kind: str) -> int:
     for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
+        if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no line MemTotal")
+    raise OSError(f"/proc/meminfo has no line {kind}")
 
 
 def _slurm_memory(environ: Mapping[str, str]) -> Iterator[int]:

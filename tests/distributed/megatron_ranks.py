@@ -358,31 +358,3 @@ def learning_rates(model_dir: Path, steps: int, **settings: Any) -> list[float]:
 def export(model_dir: Path, output_dir: Path, sizes: Mapping[str, int]) -> Path:
     make_trainer(model_dir, sizes).save_hf(output_dir)
     return output_dir
-
-
-def sleep_and_train(model_dir: Path, dtype: str, checkpoints: Path) -> dict[str, Any]:
-    """On CUDA: what a sleep frees, whether weights come back, two steps after it, and whether what was saved asleep is
-    loaded into a trainer that sleeps again."""
-    from tests.distributed.checkpoint_ranks import save
-
-    trainer = make_trainer(model_dir, {}, device="cuda", model__dtype=dtype, actor__use_kl_loss=True)
-    list(train(trainer, range(1)))
-    weights = {name: value.clone() for name, value in trainer.source_buffers().items()}
-    state = {piece: value.cpu().clone() for piece, value in trainer.state_pieces().pieces}
-    torch.cuda.synchronize()
-    awake = torch.cuda.memory_allocated()
-    trainer.sleep()
-    trainer.sleep()
-    asleep = torch.cuda.memory_allocated()
-    asleep_state = trainer.state_pieces().pieces
-    same = all(value.device.type == "cpu" and torch.equal(value, state[piece]) for piece, value in asleep_state)
-    save(trainer, checkpoints)
-    trainer.wake()
-    same = same and all(torch.equal(value, weights[name]) for name, value in trainer.source_buffers().items())
-    parameters = sum(value.numel() for value in weights.values())
-    metrics = list(train(trainer, range(1, 3)))
-    trainer.sleep()
-    trainer.load_checkpoint(checkpoints / "step-000001")
-    loaded = all(torch.equal(value.cpu(), state[piece]) for piece, value in trainer.state_pieces().pieces)
-    loaded = loaded and all(torch.equal(value, weights[name]) for name, value in trainer.source_buffers().items())
-    return {"freed": awake - asleep, "parameters": parameters, "same": same, "metrics": metrics, "loaded": loaded}

@@ -6,12 +6,13 @@ which only reads them; back while training has begun, which needs the weights fi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from rlhpc.backends.megatron.host_memory import page_locked
+from rlhpc.backends.megatron.host_memory import check_free, page_locked, ranks_here
+from rlhpc.errors import ConfigError
 
 CHUNK_BYTES = 64 * 2**20  # of one copy: what else crosses PCIe meanwhile waits for one, and not for gigabytes
 ALIGNMENT = 64  # bytes; a multiple of every element's size
@@ -32,7 +33,7 @@ class HostCopy:
 
     A storage belongs to the first of the `parts` that has a tensor in it, and comes back in their order. What is
     copied once isn't copied again until `before_change`. `scratch` tensors are freed without a copy and come back as
-    zeros when `take_scratch` asks for them. Parts in `staying` remain on the device. The host memory, of exactly the
+    zeros when `take_scratch` asks for them. What is `staying` remains on the device. The host memory, of exactly the
     size that is needed, is taken by the first sleep and kept: page-locking takes longer than a copy.
 
     Callers enqueue their own work on the current stream. CPU tensors move in the same way, at once.
@@ -40,14 +41,15 @@ class HostCopy:
 
     def __init__(
         self,
-        parts: Mapping[str, Iterable[torch.Tensor]],
-        scratch: Iterable[torch.Tensor] = (),
+        parts: dict[str, list[torch.Tensor]],
+        scratch: dict[str, list[torch.Tensor]],
         staying: Collection[str] = (),
     ) -> None:
         taken: set[int] = set()
-        storages = {name: list(_storages(tensors, taken)) for name, tensors in parts.items()}
-        self._parts = {name: _Part([] if name in staying else found) for name, found in storages.items()}
-        self._scratch = list(_storages(scratch, taken))
+        storages = {name: list(_storages(tensors, taken)) for name, tensors in (parts | scratch).items()}
+        self._parts = {name: _Part([] if name in staying else storages[name]) for name in parts}
+        self._scratch = [whole for name in scratch if name not in staying for whole in storages[name]]
+        self.staying = {name: sum(len(whole) for whole in storages[name] if whole.is_cuda) for name in staying}  # bytes
         self._place = {
             whole.untyped_storage()._cdata: (part, index)
             for part in self._parts.values()
@@ -170,6 +172,22 @@ class HostCopy:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream else nullcontext()
+
+
+def check_room(host: HostCopy, engine_share: float) -> None:
+    """Raises ConfigError where the host's memory is too small for what goes there, for all ranks of this node, or the
+    device for what stays besides the engine, which may fill `engine_share` of it."""
+    check_free(host.num_bytes, ranks_here())
+    staying = sum(host.staying.values())
+    total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0
+    if total and staying > (1 - engine_share) * total:
+        kept = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in host.staying.items() if size)
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.gpu_memory_utilization={engine_share:g} leaves "
+            f"{(1 - engine_share) * total / 2**30:.1f} GiB of the GPU's {total / 2**30:.1f} for what stays there while "
+            f"the engine generates: {kept}; set at most {1 - staying / total:.2f}, or more of "
+            "actor_rollout_ref.actor.megatron.{param,optimizer,grad}_offload=true"
+        )
 
 
 def _storages(tensors: Iterable[torch.Tensor], taken: set[int]) -> Iterator[torch.Tensor]:

@@ -47,7 +47,7 @@ class DirectSink:
         assert self._target is not None, "end_publish without begin_publish"
         target, self._target = self._target, None
         if self._in_place:
-            torch.cuda.synchronize()  # vLLM may read on another stream than the one that wrote
+            torch.cuda.current_stream().synchronize()  # vLLM may read on another stream; others may go on
         else:
             private.adopt(self._llm, target)
 

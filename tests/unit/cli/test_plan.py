@@ -89,7 +89,8 @@ def test_node_memory_by_hand():
     asleep = 2 * 2 * (4 * dense + 2 * experts) + 12 * (dense + experts)  # policy and reference, and the optimizer
     bfloat16 = config(4, "bfloat16", expert_model_parallel_size=2)
     assert node_memory(bfloat16, MODEL, "cuda").ranks == asleep
-    for key, left in (("param_offload", 12 * (dense + experts)), ("optimizer_offload", asleep - 12 * (dense + experts))):
+    optimizer = 12 * (dense + experts)
+    for key, left in (("param_offload", optimizer), ("optimizer_offload", asleep - optimizer)):
         staying = config(4, "bfloat16", expert_model_parallel_size=2, **{key: False})
         assert node_memory(staying, MODEL, "cuda").ranks == left
     synchronous = config(4, "bfloat16", {"async_save": False}, expert_model_parallel_size=2)

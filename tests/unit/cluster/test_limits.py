@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.cluster.limits import limits, oom_kills
+from rlhpc.cluster.limits import free_memory, limits, oom_kills
 
 GIB = 1024**3
-MEMINFO = "MemTotal:       65536000 kB\nMemFree:        1000 kB\n"
+MEMINFO = "MemTotal:       65536000 kB\nMemFree:        1000 kB\nMemAvailable:   41943040 kB\n"  # 40 GiB
 V2_MOUNT = "30 24 0:26 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNTS = (
     "33 32 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:15 - cgroup cgroup rw,cpu,cpuacct\n"
@@ -48,6 +48,31 @@ def test_version_2_takes_the_least_of_all_levels(tmp_path: Path) -> None:
     assert found.cpus == 0.5
     assert found.shm_bytes <= 8 * GIB
     assert oom_kills(root) == 2
+
+
+def test_free_memory_counts_what_others_have_taken(tmp_path: Path) -> None:
+    """The machine has 40 GiB; the job may have 16 and has 9, of which 2 are of files; its step has no limit."""
+    job = "sys/fs/cgroup/job_42"
+    files = {
+        "proc/self/cgroup": "0::/job_42/step_0\n",
+        "proc/self/mountinfo": V2_MOUNT,
+        f"{job}/memory.max": f"{16 * GIB}\n",
+        f"{job}/memory.current": f"{9 * GIB}\n",
+        f"{job}/memory.stat": f"anon {7 * GIB}\nfile {3 * GIB}\ninactive_file {GIB}\nactive_file {GIB}\n",
+        f"{job}/step_0/memory.max": "max\n",
+        f"{job}/step_0/memory.current": f"{9 * GIB}\n",
+    }
+    assert free_memory(tree(tmp_path / "v2", files)) == 9 * GIB
+    assert free_memory(tree(tmp_path / "none", {})) == 40 * GIB
+    memory = "sys/fs/cgroup/memory/job_7"
+    files = {
+        "proc/self/cgroup": "5:memory:/job_7\n",
+        "proc/self/mountinfo": V1_MOUNTS,
+        f"{memory}/memory.limit_in_bytes": f"{3 * GIB}\n",
+        f"{memory}/memory.usage_in_bytes": f"{4 * GIB}\n",
+        f"{memory}/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB // 2}\ntotal_active_file {GIB}\n",
+    }
+    assert free_memory(tree(tmp_path / "v1", files)) == GIB // 2
 
 
 def test_version_1_reads_each_controllers_own_hierarchy(tmp_path: Path) -> None:

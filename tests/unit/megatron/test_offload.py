@@ -1,13 +1,14 @@
-"""What is where while a trainer's state leaves and comes back. Here the storages are a CPU's, so every copy is over when
-it returns; what overlaps on a GPU is in tests/distributed/test_megatron_gpu.py."""
+"""What is where while a trainer's state leaves and comes back. The storages are a CPU's, so every copy is over when it
+returns; what overlaps on a GPU is in tests/distributed/test_megatron_gpu.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from rlhpc.backends.megatron.host_memory import page_locked
+from rlhpc.backends.megatron.host_memory import check_free, page_locked
 from rlhpc.backends.megatron.offload import HostCopy
+from rlhpc.errors import ConfigError
 
 
 class State:
@@ -21,7 +22,7 @@ class State:
         self.gradient = torch.full((6,), 9.0)
         self.host = HostCopy(
             {"weights": [self.buffer], "reference": [self.reference], "optimizer": [self.alias, self.moment]},
-            scratch=[self.gradient],
+            scratch={"gradients": [self.gradient]},
             staying=staying,
         )
 
@@ -104,6 +105,7 @@ def test_waking_before_asleep_leaves_everything() -> None:
 
 def test_parts_that_stay() -> None:
     """A float32 master is the weight, and stays with it."""
+    assert not any(State("weights", "reference", "optimizer", "gradients").host.staying.values())  # none on a GPU
     state = State("weights", "reference")
     state.host.sleep()
     assert state.on_device() == {"weights": True, "reference": True, "optimizer": False, "gradient": False}
@@ -120,6 +122,14 @@ def test_use_while_asleep_is_an_error() -> None:
         state.host.wait_for("weights")
     with pytest.raises(AssertionError, match="would change while asleep"):
         state.host.before_change("weights")
+
+
+def test_more_host_memory_than_there_is() -> None:
+    check_free(2**20, num_ranks=8)
+    with pytest.raises(ConfigError, match=r"8 ranks here want 4096.00 GiB each, \d+\.\d\d GiB free; give the job more"):
+        check_free(2**42, num_ranks=8)
+    with pytest.raises(ConfigError, match=r"4096.00 GiB wanted, .* set optimizer_offload=false or param_offload=false"):
+        page_locked(2**42)
 
 
 def test_host_memory_is_of_the_size_that_is_asked_for() -> None:
