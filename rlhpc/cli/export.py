@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from rlhpc.checkpoint.durable import free_bytes, fsync
 from rlhpc.checkpoint.manifest import CheckpointManifest, read_manifest
 from rlhpc.checkpoint.origin import last_start
+from rlhpc.checkpoint.pieces import ITEM_BYTES
 from rlhpc.cli.checkpoints import Checkpoints, byte_progress, find
 from rlhpc.cli.plan import readable
 from rlhpc.cli.runs import Run
@@ -25,7 +26,6 @@ from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
 from rlhpc.reshard.hf import INDEX_NAME, copy_side_files, index_text, split_into_files, write_tensors
-from rlhpc.reshard.plan import ITEM_BYTES
 from rlhpc.reshard.saved import WEIGHT_KINDS, load_saved
 
 DTYPES = ("bfloat16", "float32")

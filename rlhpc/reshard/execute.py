@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from rlhpc.checkpoint.pieces import ITEM_BYTES
 from rlhpc.errors import ConfigError, ModelError
 from rlhpc.reshard.flat import flat_boxes
-from rlhpc.reshard.plan import ITEM_BYTES, Index, ReshardPlan, ShardCopy, Traffic
+from rlhpc.reshard.plan import Index, ReshardPlan, ShardCopy, Traffic
 
 _BLOCK_BYTES = 16 * 2**20  # from here on a block of memory is copied by itself
 _GRAIN = 64  # elements: large buckets are cut between these, so that boxes in them stay aligned

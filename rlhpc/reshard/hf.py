@@ -16,11 +16,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rlhpc.checkpoint.durable import fsync
+from rlhpc.checkpoint.pieces import ITEM_BYTES
 from rlhpc.errors import CheckpointError, ModelError
 from rlhpc.layout.spec import Shard, ShardSpec
 from rlhpc.reshard.execute import Resharder, region
 from rlhpc.reshard.families.family import EMBED, HEAD
-from rlhpc.reshard.plan import ITEM_BYTES, plan
+from rlhpc.reshard.plan import plan
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 * 1024**3

@@ -19,12 +19,12 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from rlhpc.checkpoint.pieces import ITEM_BYTES
 from rlhpc.errors import ModelError
 from rlhpc.layout.spec import Replicas, Shards, ShardSpec
 
 Index = tuple[int, ...]
 Box = tuple[Index, Index]  # start, stop
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CASTS = {("float32", "bfloat16")}  # master weights to a bfloat16 engine; anything else is a mistake
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.stop import StopFlag, UpdateCut
@@ -21,7 +22,7 @@ from rlhpc.errors import TrainingError
 from rlhpc.metrics.reporter import Reporter
 from rlhpc.metrics.timer import PhaseTimer
 from rlhpc.train.deadline import in_time
-from rlhpc.train.persistence import TrainState, save_sequences
+from rlhpc.train.persistence import TrainState
 from rlhpc.train.progress import PHASES, Progress
 from rlhpc.train.protocols import LossSpec, SamplingSpec
 from rlhpc.train.ranks import Ranks
@@ -107,7 +108,7 @@ class Run:
             yield
         except TrainingError as error:
             path = self.directory / "failures" / f"step-{step:06d}.safetensors"
-            save_sequences(path, mini_batch)
+            _save_sequences(path, mini_batch)
             raise TrainingError(
                 f"step {step}: {error}\nthe batch is in {path}; checkpoints up to step "
                 f"{self.newest_step()} are kept in {self.store.root}"
@@ -198,6 +199,19 @@ class Run:
             max_tokens=actor.ppo_max_token_len_per_gpu,
             max_sequences=actor.ppo_micro_batch_size_per_gpu,
         )
+
+
+def _save_sequences(path: Path, sequences: Sequence[TokenSequence]) -> None:
+    """As safetensors: concatenated tokens and fields, with per-sequence lengths."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {
+        "token_ids": np.concatenate([s.token_ids for s in sequences]),
+        "lengths": np.array([len(s.token_ids) for s in sequences]),
+        "prompt_lens": np.array([s.prompt_len for s in sequences]),
+    }
+    for name in sequences[0].fields:
+        arrays[f"fields.{name}"] = np.concatenate([s.fields[name] for s in sequences])
+    save_file(arrays, path)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from safetensors.numpy import save_file
-
-from rlhpc.data.packing import TokenSequence
 from rlhpc.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -53,16 +47,3 @@ def save_and_leave(run: Run, state: TrainState) -> None:
     with run.timer(state.step).phase("save_checkpoint"):
         run.saver.now(state, hurry=run.in_a_hurry())
     run.reporter.close_run(state.step, finished=False)
-
-
-def save_sequences(path: Path, sequences: Sequence[TokenSequence]) -> None:
-    """A batch that training refused, as safetensors: concatenated tokens and fields with per-sequence lengths."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {
-        "token_ids": np.concatenate([s.token_ids for s in sequences]),
-        "lengths": np.array([len(s.token_ids) for s in sequences]),
-        "prompt_lens": np.array([s.prompt_len for s in sequences]),
-    }
-    for name in sequences[0].fields:
-        arrays[f"fields.{name}"] = np.concatenate([s.fields[name] for s in sequences])
-    save_file(arrays, path)

@@ -32,14 +32,14 @@ import torch
 
 from rlhpc.checkpoint.chunks import CHUNK_BYTES
 from rlhpc.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest
-from rlhpc.checkpoint.pieces import TRAINED_KINDS, Piece, StoredPiece
+from rlhpc.checkpoint.pieces import ITEM_BYTES, TRAINED_KINDS, Piece, StoredPiece
 from rlhpc.checkpoint.shards import lay_out
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.errors import CheckpointError
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import Shard, ShardSpec
 from rlhpc.reshard.flat import flat_specs
-from rlhpc.reshard.plan import ITEM_BYTES, ShardCopy
+from rlhpc.reshard.plan import ShardCopy
 from rlhpc.reshard.saved import planned_reads
 from scripts.bench.deepseek import trainer_specs
 from scripts.bench.flat_ranges import distributed_ranges, held_specs

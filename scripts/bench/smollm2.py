@@ -78,9 +78,10 @@ def resident(driver: psutil.Popen) -> Iterator[int]:
 def weights(run_dir: Path) -> dict[str, Any]:
     """The model's tensors before (its files) and after (the masters in the checkpoint, whatever layout wrote it): xxh3
     of both, and how many differ."""
-    manifest = CheckpointStore(run_dir / "checkpoints").load_latest()
-    if manifest is None:
+    store = CheckpointStore(run_dir / "checkpoints")
+    if not (steps := store.steps()):
         raise SystemExit(f"{run_dir} has no checkpoint; run with checkpoint.save_final=true")
+    manifest = store.load(max(steps))
     config = json.loads((MODEL / "config.json").read_text())
     shapes = family_for(config).canonical_tensors(config)
     specs = [ShardSpec.whole(name, shape, "float32", (0,)) for name, shape in shapes.items()]

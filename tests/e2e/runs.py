@@ -125,8 +125,8 @@ def final_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
     Python's and numpy's global generators are saved too, but libraries outside training draw from them (names of
     temporary files and the like), so that their state is no function of the run.
     """
-    manifest = CheckpointStore(run_dir / "checkpoints").load_latest()
-    assert manifest is not None
+    store = CheckpointStore(run_dir / "checkpoints")
+    manifest = store.load(max(store.steps()))
     return {
         f"{entry.rank}/{name}": tensor
         for entry in manifest.files

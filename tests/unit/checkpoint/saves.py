@@ -8,7 +8,7 @@ from types import FrameType
 
 import torch
 
-from rlhpc.checkpoint.manifest import FileEntry
+from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry
 from rlhpc.checkpoint.pieces import Piece
 from rlhpc.checkpoint.reader import ChunkReader
 from rlhpc.checkpoint.shards import as_bytes, read_rank_state, write_shard
@@ -50,9 +50,15 @@ def save(store: CheckpointStore, step: int, *, max_file_bytes: int = 1000) -> No
     store.commit(pending, entries, {"step": step})
 
 
+def newest_whole(root: Path) -> CheckpointManifest | None:
+    """The newest checkpoint all of whose checksums are right."""
+    store = CheckpointStore(root)
+    return next((store.load(step) for step in reversed(store.steps()) if store.has(step)), None)
+
+
 def loaded_step(root: Path) -> int:
     """The step that a restart would go on from, after comparing every element of every rank with it."""
-    manifest = CheckpointStore(root).load_latest()
+    manifest = newest_whole(root)
     assert manifest is not None
     assert manifest.state == {"step": manifest.step}
     for rank in range(NUM_RANKS):

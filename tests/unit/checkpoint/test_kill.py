@@ -15,7 +15,7 @@ import pytest
 
 from rlhpc.checkpoint.manifest import FileEntry
 from rlhpc.checkpoint.store import CheckpointStore
-from tests.unit.checkpoint.saves import NUM_RANKS, at_disk_call, in_child, loaded_step, save, write_rank
+from tests.unit.checkpoint.saves import NUM_RANKS, at_disk_call, in_child, loaded_step, newest_whole, save, write_rank
 
 
 def die() -> None:
@@ -87,7 +87,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
 
     def save_for_ever() -> NoReturn:
         store = CheckpointStore(tmp_path)
-        manifest = store.load_latest()
+        manifest = newest_whole(tmp_path)
         step = manifest.step if manifest else 0
         while True:
             step += 1

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from rlhpc.checkpoint.pieces import ITEM_BYTES
 from rlhpc.errors import ConfigError, EngineError, ModelError
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import Shard, ShardSpec
 from rlhpc.reshard.execute import Move, Resharder, _deal, merge, region, rounds, widest
 from rlhpc.reshard.families import family_for, model_facts
-from rlhpc.reshard.plan import ITEM_BYTES, ReshardPlan, plan
+from rlhpc.reshard.plan import ReshardPlan, plan
 from rlhpc.reshard.verify import fingerprint, verify
 from tests.unit.reshard.reference import CONFIG, canonical_arrays, rollout_buffers, trainer_buffers
 
