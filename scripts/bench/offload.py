@@ -1,14 +1,14 @@
 """What it costs to move the trainer's state to host memory and back, against the rate of PCIe, and how much of that is
 seen by whoever trains.
 
-usage: python -m scripts.bench.offload [--layers 8] [--model DIR] [--tokens 16384] [--length 1024] [--prompt 64]
-           [--cycles 5] [--ranks 1] [--ep 1] [--out scripts/bench/results]
+usage: python -m scripts.bench.offload [--layers 8] [--model DIR] [--tokens 16384] [--microbatches 8] [--cycles 5]
+           [--ranks 1] [--ep 1] [--out scripts/bench/results]
 
 A slice of Qwen3-30B-A3B's shape with random weights (8 layers, 5.6 B parameters: 73 GiB of host memory). PCIe's rate is
 that of one copy of 2 GiB each way, between the device and host memory of the same kind, on every rank at once. Then
 cycles after a step each: everything moves while nothing else happens; or it leaves while the weights are copied on the
-device, as a publish reads them, and arrives while logprobs and a step are computed. Without CUDA nothing moves, which
-the tiny model then shows. Writes offload-<hardware>.json.
+device, as a publish reads them, and arrives while logprobs and a step of all microbatches are computed. Without CUDA
+nothing moves, which the tiny model then shows. Writes offload-<hardware>.json.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Cycle:
 
     def __init__(self, trainer: Any, args: argparse.Namespace, device: str, vocab_size: int) -> None:
         self._trainer, self._device = trainer, device
-        self._made, self._args = sequences(args, vocab_size, seed=0), args
+        self._args = args
+        all_tokens = argparse.Namespace(**vars(args) | {"tokens": args.tokens * args.microbatches})
+        self._made = sequences(all_tokens, vocab_size, seed=0)
         num_predicted = sum(s.response_len for s in self._made)
         self._loss = LossSpec(
             loss_mode="vanilla", clip_low=0.2, clip_high=0.2, clip_c=3.0, loss_agg_mode="token-mean",
@@ -190,7 +192,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="of the slice")
     parser.add_argument("--model", type=Path, help="where the slice is kept for the next time; written if it isn't")
-    parser.add_argument("--tokens", type=int, default=16384, help="on each rank and step")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a microbatch")
+    parser.add_argument("--microbatches", type=int, default=8, help="of each rank in a step")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of it that are not predicted")
     parser.add_argument("--cycles", type=int, default=5, help="measured")
@@ -217,6 +220,7 @@ def main() -> None:
         "command": " ".join(["python -m scripts.bench.offload", *sys.argv[1:]]),
         "hardware": gpu or hardware(),
         "versions": versions("torch", "megatron-core"),
+        "tokens_per_rank": args.tokens * args.microbatches,
         "model": f"{args.layers} layers of Qwen3-30B-A3B's shape" if gpu else "the tiny model's shape",
         **report_of(result),
     }
