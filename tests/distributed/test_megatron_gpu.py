@@ -13,7 +13,7 @@ from tests.distributed.megatron_reference import canonical_gradients, transforme
 from tests.distributed.ranks import run_ranks
 from tests.tiny_model import write_tiny_model
 
-RANKS, OFFLOAD = "tests.distributed.megatron_ranks", "tests.distributed.offload_ranks"
+RANKS = "tests.distributed.megatron_ranks"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -94,11 +94,25 @@ def test_layouts_agree_on_a_slice_of_a_real_shape(tmp_path: Path) -> None:
                 assert found["logprobs"][i] == pytest.approx(logprob, abs=0.005)
 
 
+@pytest.fixture(scope="module")
+def slept(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All in one start of the rank."""
+    directories = {name: tmp_path_factory.mktemp(name) for name in (*TOLERANCES, "staying")}
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("sleep_and_train", {"model_dir": model_dir, "dtype": dtype, "checkpoints": directories[dtype]})
+        for dtype in TOLERANCES
+    ]
+    calls += [("stay_awake", {"model_dir": model_dir, "checkpoints": directories["staying"]})]
+    calls += [("overlap", {"num_bytes": 2**32})]
+    (outcomes,) = run_ranks("tests.distributed.offload_ranks:in_turn", 1, calls=calls)
+    return dict(zip((*TOLERANCES, "staying", "overlap"), outcomes, strict=True))
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_sleep_frees_and_wake_restores(model_dir: Path, dtype: str, tmp_path: Path) -> None:
+def test_sleep_frees_and_wake_restores(slept: dict[str, Any], dtype: str) -> None:
     """Per parameter: weight, two moments, the reference's weight, and a master for bfloat16; its float32 gradient is
     gone first. Steps whose state arrives while they run equal steps without a sleep, bit by bit."""
-    (outcome,) = run_ranks(f"{OFFLOAD}:sleep_and_train", 1, model_dir=model_dir, dtype=dtype, checkpoints=tmp_path)
+    outcome = slept[dtype]
     awake, leaving, asleep = outcome["allocated"]
     assert awake - leaving >= 4 * outcome["parameters"]
     assert leaving - asleep >= {"float32": 4 + 8 + 4, "bfloat16": 2 + 4 + 8 + 2}[dtype] * outcome["parameters"]
@@ -106,9 +120,10 @@ def test_sleep_frees_and_wake_restores(model_dir: Path, dtype: str, tmp_path: Pa
     assert all(np.isfinite(m["actor/grad_norm"]) and m["actor/grad_norm"] > 0 for m in outcome["metrics"])
 
 
-def test_state_stays_or_travels_behind_the_caller(model_dir: Path, tmp_path: Path) -> None:
-    calls = [("stay_awake", {"model_dir": model_dir, "checkpoints": tmp_path}), ("overlap", {"num_bytes": 2**32})]
-    ((stayed, overlapped),) = run_ranks(f"{OFFLOAD}:in_turn", 1, calls=calls)
-    gradients = 4 * stayed["parameters"]
-    assert stayed["right"] and gradients <= stayed["freed"] < 1.1 * gradients + 2**20
-    assert all(overlapped.values()), overlapped
+def test_what_stays_awake_is_saved_from_there(slept: dict[str, Any]) -> None:
+    gradients, freed = 4 * slept["staying"]["parameters"], slept["staying"]["freed"]
+    assert slept["staying"]["right"] and gradients <= freed < 1.1 * gradients + 2**20
+
+
+def test_state_travels_behind_the_caller(slept: dict[str, Any]) -> None:
+    assert all(slept["overlap"].values()), slept["overlap"]
