@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhpc.errors import DataError
 from rlhpc.metrics.jsonl import MetricsFile
+from rlhpc.metrics.timer import phase_seconds
 
 Rows = Sequence[Mapping[str, Any]]
 Series = tuple[list[int], list[float]]  # steps, values
@@ -62,8 +63,8 @@ def series(rows: Rows, name: str) -> Series:
 def timing_shares(rows: Rows) -> dict[str, tuple[float, float]]:
     """Phase -> (mean seconds a step, share of the steps' whole time), the longest first."""
     whole = sum(row.get("timing_s/step") or 0.0 for row in rows)
-    names = sorted({n for row in rows for n in row if n.startswith("timing_s/") and n != "timing_s/step"})
-    totals = {name.removeprefix("timing_s/"): sum(series(rows, name)[1]) for name in names}
+    phases = sorted({phase for row in rows for phase in phase_seconds(row)})
+    totals = {phase: sum(series(rows, f"timing_s/{phase}")[1]) for phase in phases}
     return {
         phase: (seconds / len(rows), seconds / whole if whole else 0.0)
         for phase, seconds in sorted(totals.items(), key=lambda item: -item[1])

@@ -1,7 +1,7 @@
 """A step's metrics, under verl's names (trainer/ppo/metric_utils.py), from what the step produced.
 
 Everything but `timing_s/*`, `timing_per_token_ms/*`, `perf/*` and `checkpoint/*` is a function of the samples alone and
-thus repeats bitwise with them.
+thus repeats bitwise with them. What the ranks measure of themselves is in rlhpc/train/usage.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+
+from rlhpc.metrics.timer import phase_seconds
 
 if TYPE_CHECKING:
     from rlhpc.train.batch import TrainBatch
@@ -79,11 +81,7 @@ def timing_metrics(record: Mapping[str, float], step_s: float, num_ranks: int) -
     time is per response token, the other phases' per token. `perf/wait_time_ratio` is the trainer's idle
     share of the step.
     """
-    phases = {
-        name.removeprefix("timing_s/"): seconds
-        for name, seconds in record.items()
-        if name.startswith("timing_s/") and name != "timing_s/step"
-    }
+    phases = phase_seconds(record)
     derived = {
         "timing_s/step": step_s,
         "timing_s/other": max(step_s - sum(phases.values()), 0.0),

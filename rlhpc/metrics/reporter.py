@@ -16,6 +16,7 @@ from rlhpc.metrics.console import Console, duration
 from rlhpc.metrics.jsonl import MetricsFile
 from rlhpc.metrics.records import timing_metrics
 from rlhpc.metrics.throughput import peak_flops, train_metrics
+from rlhpc.metrics.timer import phase_seconds
 from rlhpc.metrics.wandb import WandbRun
 
 LOGGERS = ("console", "wandb")
@@ -80,7 +81,7 @@ class Reporter:
         if self._logged is not None and self._logged[0] == step - 1:
             step_s = now - self._logged[1]
         else:
-            step_s = sum(seconds for name, seconds in record.items() if name.startswith("timing_s/"))
+            step_s = sum(phase_seconds(record).values())
         self._logged = (step, now)
         record = dict(record) | timing_metrics(record, step_s, self._num_ranks)
         record |= train_metrics(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 class PhaseTimer:
@@ -27,3 +28,10 @@ class PhaseTimer:
 
     def metrics(self) -> dict[str, float]:
         return {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+
+
+def phase_seconds(record: Mapping[str, Any]) -> dict[str, float]:
+    """Of a step's metrics, the driver's seconds by phase, which add up to the step's: neither the step itself nor the
+    ranks' seconds, which are parts of them."""
+    names = [name for name in record if name.startswith("timing_s/") and not name.startswith("timing_s/ranks/")]
+    return {name.removeprefix("timing_s/"): record[name] for name in names if name != "timing_s/step"}

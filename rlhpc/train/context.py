@@ -60,8 +60,13 @@ class Run:
         self.reporter.log(step, record | self.saver.collect())
 
     def timer(self, step: int) -> PhaseTimer:
-        """Times the phases of a step, and says in progress.json which one it is."""
-        return PhaseTimer(lambda name: self.progress.enter(step, PHASES[name]))
+        """Times the phases of a step; tells the ranks which one it is, and progress.json."""
+
+        def entered(name: str) -> None:
+            self.ranks.phase = name
+            self.progress.enter(step, PHASES[name])
+
+        return PhaseTimer(entered)
 
     def part(self, step: int, phase: str, fraction: float) -> None:
         """So much of a phase is done, 0 to 1."""

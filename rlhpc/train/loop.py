@@ -36,7 +36,8 @@ def train(run: Run) -> TrainState:
             if run.save_due(state.step):
                 with timer.phase("save_checkpoint"):
                     save_periodically(run, state)
-            run.log(state.step, state.record | timer.metrics() | {"perf/reshard_bytes": moved_bytes})
+            published = timer.metrics() | run.ranks.usage() | {"perf/reshard_bytes": moved_bytes}
+            run.log(state.step, state.record | published)
             if state.step >= run.total_steps:
                 run.saver.drain()
                 return state
@@ -84,7 +85,7 @@ def train_step(run: Run, state: TrainState) -> TrainState:
         | {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         | {"training/global_step": step, "training/epoch": run.cursor.epoch}
         | timer.metrics()
-        | run.ranks.memory()
+        | run.ranks.usage()
     )
     return TrainState(step, run.cursor.state(), record)
 

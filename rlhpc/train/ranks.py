@@ -16,7 +16,8 @@ from rlhpc.train.protocols import LossSpec, SamplingSpec
 
 class Caller(Protocol):
     """Calls a method on every rank together; `per_rank` gives each rank its positional arguments. `waiting` is called a
-    few times a second meanwhile, and may raise to give up; the ranks can't be called any more then."""
+    few times a second meanwhile, and may raise to give up; the ranks can't be called any more then. Under `phase` the
+    ranks keep what the method cost them."""
 
     world_size: int
 
@@ -25,6 +26,7 @@ class Caller(Protocol):
         method: str,
         per_rank: Sequence[tuple[Any, ...]] | None = None,
         *,
+        phase: str = "",
         waiting: Callable[[], None] | None = None,
         **common: Any,
     ) -> list[Any]: ...
@@ -40,11 +42,14 @@ class Caller(Protocol):
 
 
 class Ranks:
-    """Trainer and engine of the whole world as one object. Arrays in, arrays out, in the caller's order."""
+    """Trainer and engine of the whole world as one object. Arrays in, arrays out, in the caller's order.
+
+    `phase` is the step's at the moment, by the timers' names; what the ranks do meanwhile counts as its `usage`."""
 
     def __init__(self, caller: Caller, stopping: Callable[[], bool]) -> None:
         """`stopping` says whether the run is to stop: then nobody waits for the end of a generation."""
         self._caller, self._stopping, self._interrupted = caller, stopping, False
+        self.phase = ""
         places = caller.call("describe")
         self._dp_ranks = [int(place["dp_rank"]) for place in places]
         self._replicas = [int(place["replica_rank"]) for place in places]
@@ -71,7 +76,10 @@ class Ranks:
             bounds = np.linspace(0, len(chunk), self.num_replicas + 1).astype(int)
             shares = [chunk[bounds[r] : bounds[r + 1]] for r in range(self.num_replicas)]
             results = self._caller.call(
-                "generate", [(shares[r], sampling, seed) for r in self._replicas], waiting=self._interrupt_when_stopping
+                "generate",
+                [(shares[r], sampling, seed) for r in self._replicas],
+                phase=self.phase,
+                waiting=self._interrupt_when_stopping,
             )
             completions += [completion for result in results for completion in result]
         between_chunks(1.0)
@@ -83,7 +91,7 @@ class Ranks:
             self._caller.interrupt()
 
     def begin_update(self) -> None:
-        self._caller.call("begin_update")
+        self._caller.call("begin_update", phase=self.phase)
 
     def logprobs(
         self,
@@ -96,7 +104,9 @@ class Ranks:
     ) -> list[np.ndarray]:
         """float32 [R] per sequence, of its response tokens. `sequence_id`s must be 0..len-1."""
         shares = pack(sequences, dp_size=self.data_parallel_size, max_tokens=max_tokens, max_sequences=max_sequences)
-        results = self._caller.call("logprobs", [(shares[d], temperature, model) for d in self._dp_ranks])
+        results = self._caller.call(
+            "logprobs", [(shares[d], temperature, model) for d in self._dp_ranks], phase=self.phase
+        )
         found: dict[int, np.ndarray] = {}
         for dp_rank, values in zip(self._dp_ranks, results, strict=True):
             for batch, logprobs in zip(shares[dp_rank], values, strict=True):
@@ -115,7 +125,7 @@ class Ranks:
         shares: list[list[PackedBatch]] = pack(
             sequences, dp_size=self.data_parallel_size, max_tokens=max_tokens, max_sequences=max_sequences
         )
-        results = self._caller.call("step", [(shares[d], loss) for d in self._dp_ranks])
+        results = self._caller.call("step", [(shares[d], loss) for d in self._dp_ranks], phase=self.phase)
         one_per_dp = {dp: result for dp, result in zip(self._dp_ranks, results, strict=True)}
         same_everywhere = ("actor/grad_norm", "actor/lr")
         return {
@@ -125,7 +135,8 @@ class Ranks:
 
     def publish(self, policy_version: int) -> float:
         """Weights to the engine; returns the bytes that crossed ranks."""
-        return float(sum(r["received_bytes"] for r in self._caller.call("publish", policy_version=policy_version)))
+        results = self._caller.call("publish", phase=self.phase, policy_version=policy_version)
+        return float(sum(result["received_bytes"] for result in results))
 
     def save(self, directory: Path, *, read_back: bool) -> list[FileEntry]:
         """Has every rank write its files into a pending checkpoint, all before this returns."""
@@ -134,7 +145,9 @@ class Ranks:
 
     def begin_save(self, directory: Path, save_id: str, *, read_back: bool) -> None:
         """Has every rank copy its state and write the copy while it does other things; `save_reports` tells the end."""
-        self._caller.call("begin_save", directory=str(directory), save_id=save_id, read_back=read_back)
+        self._caller.call(
+            "begin_save", phase=self.phase, directory=str(directory), save_id=save_id, read_back=read_back
+        )
 
     def save_reports(self, save_id: str) -> list[str] | None:
         return self._caller.reports(save_id)
@@ -154,7 +167,7 @@ class Ranks:
     def save_hf(self, directory: Path) -> None:
         self._caller.call("save_hf", directory=str(directory))
 
-    def memory(self) -> dict[str, float]:
-        """The largest peak among the ranks, GiB."""
-        results = self._caller.call("memory")
+    def usage(self) -> dict[str, float]:
+        """Metrics of the phases since the last call, and peaks of memory: of each the largest among the ranks."""
+        results = self._caller.call("usage")
         return {name: max(result[name] for result in results) for name in results[0]}

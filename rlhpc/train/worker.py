@@ -24,6 +24,7 @@ from rlhpc.cluster.session import TOKEN_VARIABLE, ident_of
 from rlhpc.config.in_place import shared_experts
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import RankLostError, RlhpcError, TrainingError
+from rlhpc.train.usage import Usage
 
 if TYPE_CHECKING:  # a worker sets its environment before torch is first imported
     import torch
@@ -52,6 +53,7 @@ class RankWorker:
     ) -> None:
         self.cfg, self.rank, self.world_size = cfg, rank, world_size
         self._device, self._master, self._log = device, master, Path(log)
+        self._usage = Usage()
 
     def start(self) -> None:
         """Joins the world and builds engine and trainer. Not done in the constructor, whose errors Ray reports as the
@@ -124,12 +126,15 @@ class RankWorker:
 
     def publish(self, policy_version: int) -> dict[str, float]:
         """Moves the trainer's weights into the engine; afterwards the engine is awake and the trainer asleep."""
-        self.trainer.begin_sleep()
-        self.engine.wake("weights")
-        self._reshard()  # holds on to no buffer: the engine may free its own before the KV cache takes memory
-        self.engine.end_publish(policy_version)
-        self.trainer.sleep()
-        self.engine.wake("kv_cache")
+        with self._usage.part("offload"):
+            self.trainer.begin_sleep()
+            self.engine.wake("weights")
+        with self._usage.part("sync"):
+            self._reshard()  # holds on to no buffer: the engine may free its own before the KV cache takes memory
+            self.engine.end_publish(policy_version)
+        with self._usage.part("offload"):
+            self.trainer.sleep()
+            self.engine.wake("kv_cache")
         return {"received_bytes": float(self._resharder.received_bytes)}
 
     def _reshard(self) -> None:
@@ -163,8 +168,9 @@ class RankWorker:
 
     def begin_update(self) -> None:
         """Hands the device from the engine to the trainer."""
-        self.engine.sleep()
-        self.trainer.wake()
+        with self._usage.part("offload"):
+            self.engine.sleep()
+            self.trainer.wake()
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float, model: str) -> list[torch.Tensor]:
         return [values.cpu() for values in self.trainer.logprobs(batches, temperature=temperature, model=model)]
@@ -190,22 +196,16 @@ class RankWorker:
     def save_hf(self, directory: str) -> None:
         self.trainer.save_hf(Path(directory))
 
-    def memory(self) -> dict[str, float]:
-        """Peak memory of this rank, GiB (1024**3 bytes)."""
-        import resource
+    def usage(self) -> dict[str, float]:
+        """Seconds and memory of this rank by phase since the last call; see usage.py."""
+        return self._usage.take()
 
-        import torch
-
-        peak = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-        if torch.cuda.is_available():
-            peak["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
-            peak["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
-        return peak
-
-    def answer(self, method: str, *arguments: Any, **common: Any) -> Any:
-        """Runs a method for the driver. What it raises goes to the rank's log in full: the driver says it in a line."""
+    def answer(self, phase: str, method: str, *arguments: Any, **common: Any) -> Any:
+        """Runs a method for the driver, which is in `phase` of a step or, empty, in none. What it raises goes to the
+        rank's log in full: the driver says it in a line."""
         with ExitStack() as stack:
             stack.push(_print_error)
+            stack.enter_context(self._usage.phase(phase))
             return getattr(self, method)(*arguments, **common)
 
 
@@ -250,16 +250,17 @@ class RayRanks:
         method: str,
         per_rank: Sequence[tuple[Any, ...]] | None = None,
         *,
+        phase: str = "",
         waiting: Callable[[], None] | None = None,
         **common: Any,
     ) -> list[Any]:
         """Results of `method` in rank order; `per_rank` gives each rank its positional arguments. `waiting` is called a
-        few times a second meanwhile; what it raises leaves the ranks to `close`."""
+        few times a second meanwhile; what it raises leaves the ranks to `close`. See Caller."""
         import ray
 
         arguments = per_rank if per_rank is not None else [()] * self.world_size
         pending = {
-            actor.answer.remote(method, *args, **common): rank
+            actor.answer.remote(phase, method, *args, **common): rank
             for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True))
         }
         results: list[Any] = [None] * self.world_size

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlhpc.metrics.timer import phase_seconds
 from scripts.bench.machine import RESULTS, ROOT, hardware, place, versions
 
 METRIC = "val-core/arithmetic/reward/mean@1"
@@ -54,8 +55,8 @@ def measure(name: str, seed: int, control: bool, steps: int) -> dict[str, Any]:
 def shares(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Each phase's share of all steps' time; `outside` is what is neither generation, training nor sync."""
     total = sum(row["timing_s/step"] for row in rows)
-    names = sorted({name for row in rows for name in row if name.startswith("timing_s/")} - {"timing_s/step"})
-    share = {name.removeprefix("timing_s/"): sum(row.get(name, 0.0) for row in rows) / total for name in names}
+    phases = sorted({phase for row in rows for phase in phase_seconds(row)})
+    share = {phase: sum(row.get(f"timing_s/{phase}", 0.0) for row in rows) / total for phase in phases}
     work = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
     share["outside"] = 1 - sum(share.get(name, 0.0) for name in work)
     return {name: round(value, 4) for name, value in share.items()}

@@ -39,6 +39,23 @@ def test_the_uninterrupted_run_trains(reference: Path) -> None:
     assert metrics[6]["val-core/digits/reward/mean@1"] != metrics[0]["val-core/digits/reward/mean@1"]
 
 
+def test_what_the_ranks_measured_is_part_of_what_the_driver_did(reference: Path) -> None:
+    trained = {"gen", "old_log_prob", "update_actor", "update_weights"}
+    for row in rows(reference):
+        step = row["step"]
+        seconds = {name: value for name, value in row.items() if name.startswith("timing_s/ranks/")}
+        phases = {name.split("/")[2] for name in seconds}
+        validated, saved = {"testing"} if step in (0, 3, 6) else set(), {"save_checkpoint"} if step in (2, 4) else set()
+        assert phases - {"save_checkpoint"} == (trained if step else {"update_weights"}) | validated, step
+        assert saved <= phases
+        for phase in phases:
+            assert 0 < row[f"timing_s/ranks/{phase}"] < row[f"timing_s/{phase}"], (step, phase)
+            parts = [value for name, value in seconds.items() if name.startswith(f"timing_s/ranks/{phase}/")]
+            assert sum(parts) <= row[f"timing_s/ranks/{phase}"]
+            assert 0 < row[f"perf/host_memory_gb/{phase}"] < 1.01 * row["perf/cpu_memory_used_gb"]
+        assert row["timing_s/ranks/update_weights/sync"] > 0
+
+
 def test_the_weights_change(reference: Path) -> None:
     moments: Counter[str] = Counter()  # of all parts of each tensor
     for name, tensor in final_tensors(reference).items():

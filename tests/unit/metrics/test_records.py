@@ -84,6 +84,8 @@ def test_timing_metrics_by_hand() -> None:
         "timing_s/update_actor": 2.0,
         "timing_s/old_log_prob": 1.0,
         "timing_s/update_weights": 0.5,
+        "timing_s/ranks/gen": 3.9,  # a part of gen: not counted again
+        "timing_s/ranks/update_weights/sync": 0.4,
         "perf/total_num_tokens": 1000,
         "response_length/mean": 30.0,
         "prompt_length/mean": 10.0,

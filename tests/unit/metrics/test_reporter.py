@@ -36,7 +36,7 @@ def config(*loggers: str) -> RunConfig:
 
 
 def record(step: int) -> dict[str, float]:
-    metrics = {"timing_s/gen": 0.25, "timing_s/update_actor": 0.5}
+    metrics = {"timing_s/gen": 0.25, "timing_s/update_actor": 0.5, "timing_s/ranks/gen": 0.2}
     if step > 0:
         metrics |= {
             "critic/score/mean": step / 8,
