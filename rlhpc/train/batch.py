@@ -66,10 +66,10 @@ class TrainBatch:
 
 def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
     """float32 [B, T] from rows of different lengths, zeros behind."""
-    padded = torch.zeros(len(rows), max(len(row) for row in rows))
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = torch.from_numpy(np.array(row, np.float32))  # a copy: rows from Ray are read-only
-    return padded
+    padded = np.zeros((len(rows), max(len(row) for row in rows)), np.float32)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return torch.from_numpy(padded)
 
 
 def prepare(

@@ -1,4 +1,5 @@
 import math
+import pickle
 import time
 
 import numpy as np
@@ -40,6 +41,21 @@ def test_two_sequences_in_one_microbatch_by_hand():
         1: [10, 11],
         0: [14, 15],
     }
+
+
+def test_a_batch_travels_as_arrays_and_arrives_as_it_was():
+    advantages = np.array([0.5, -1.0], np.float32)
+    [[batch]] = pack([TokenSequence(0, np.array([5, 6, 7, 8]), 2, {"advantages": advantages})], dp_size=1, max_tokens=8)
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(batch, 5, buffer_callback=buffers.append)
+    assert len(buffers) == 7  # each tensor's memory, untouched
+    arrived = pickle.loads(pickled, buffers=[bytes(buffer) for buffer in buffers])  # memory that can't be written to
+    for name, value in (vars(batch) | batch.token_fields).items():
+        if isinstance(value, torch.Tensor):
+            received = arrived.token_fields[name] if name in batch.token_fields else getattr(arrived, name)
+            assert received.dtype == value.dtype and torch.equal(received, value), name
+    arrived.input_ids[0] = 1
+    assert batch.input_ids[0] == 5
 
 
 def test_unpack_pads_short_rows_and_keeps_padding_out_of_the_gradient():
