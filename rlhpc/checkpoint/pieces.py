@@ -10,7 +10,8 @@ from typing import NamedTuple
 Index = tuple[int, ...]
 
 TRAINED_KINDS = ("master", "exp_avg", "exp_avg_sq")  # of every parameter that the optimizer updates
-KINDS = (*TRAINED_KINDS, "weight")
+FROZEN_KIND = "weight"  # of every other one
+KINDS = (*TRAINED_KINDS, FROZEN_KIND)
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2, "float16": 2,
     "int16": 2, "uint16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhpc.checkpoint.manifest import CheckpointManifest
 from rlhpc.checkpoint.origin import Origin, age_s, find_origin, last_start, none_usable
+from rlhpc.checkpoint.pieces import FROZEN_KIND
 from rlhpc.checkpoint.store import CheckpointStore, Found
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.config.schema import RunConfig
@@ -80,7 +81,8 @@ def check_start(cfg: RunConfig, model_config: Mapping[str, Any]) -> None:
     the headers of HF files.
 
     Raises ConfigError, CheckpointError or ModelError for what would be refused by a rank, hours in a queue later: no
-    directory, nothing usable in it, another architecture or shapes, a data order that the settings don't give.
+    directory, nothing usable in it, another architecture or shapes, other frozen parameters, a data order that the
+    settings don't give.
     """
     if _own(cfg)[0] is not None or (origin := origin_of(cfg)) is None:
         return
@@ -113,7 +115,15 @@ def _check_architecture(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any
 
 
 def _check_continues(cfg: RunConfig, manifest: CheckpointManifest) -> None:
-    """The order of the data is a function of these, and the checkpoint's cursor a position in it."""
+    """The optimizer's state is that of the parameters that were trained. The order of the data is a function of
+    CURSOR_KEYS, and the checkpoint's cursor a position in it."""
+    frozen, were_frozen = cfg.actor_rollout_ref.actor.megatron.freeze_moe_router, FROZEN_KIND in manifest.kinds
+    if frozen != were_frozen:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.megatron.freeze_moe_router={json.dumps(frozen)}, but {manifest.directory} was "
+            f"saved with {json.dumps(were_frozen)}, and its optimizer's state is for that; set that, or "
+            "resume.what=weights, which begins the optimizer anew"
+        )
     cursor, tree = manifest.state.get("train", {}).get("cursor", {}), cfg.tree()
     for name, key in CURSOR_KEYS.items():
         section, _, leaf = key.rpartition(".")

@@ -231,3 +231,18 @@ def test_a_whole_state_goes_on_only_in_its_order_of_the_data(
         check_start(cfg, model_config(world))
     cfg.resume.what = "weights"
     check_start(cfg, model_config(world))
+
+
+def test_a_whole_state_goes_on_only_with_the_same_parameters_frozen(world: Path) -> None:
+    weights = read_tensors(world / "model")
+    routers = [name for name in weights if name.endswith("mlp.gate.weight")]
+    write_checkpoint(write_run(world / "frozen", world / "model"), 5, weights, frozen=routers, cursor=CURSOR)
+    for run, was, now in (("other", "false", True), ("frozen", "true", False)):
+        cfg = config(world, resume={"from": str(world / run)})
+        cfg.actor_rollout_ref.actor.megatron.freeze_moe_router = now
+        with pytest.raises(ConfigError, match=rf"freeze_moe_router={json.dumps(now)}, but \S+ was saved with {was}, "):
+            check_start(cfg, model_config(world))
+        cfg.resume.what = "weights"
+        check_start(cfg, model_config(world))
+        cfg.resume.what, cfg.actor_rollout_ref.actor.megatron.freeze_moe_router = "all", not now
+        check_start(cfg, model_config(world))
