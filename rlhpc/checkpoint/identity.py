@@ -18,6 +18,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # Keys of the parallel layout and of the machine: any checkpoint loads under any of them. Losses stay the same but for
 # rounding.
 LAYOUT = (
+    f"{_ACTOR}.megatron.attention_backend",
     f"{_ACTOR}.megatron.context_parallel_size",
     f"{_ACTOR}.megatron.expert_model_parallel_size",
     f"{_ACTOR}.megatron.expert_tensor_parallel_size",

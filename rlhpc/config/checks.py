@@ -43,6 +43,7 @@ SBATCH_OWN = {  # options of sbatch that follow from other keys
 }
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ATTENTION_BACKENDS = ("auto", "fused", "flash", "local")
 _MEGATRON, _ROLLOUT_TP = f"{_ACTOR}.megatron", f"{_ROLLOUT}.tensor_model_parallel_size"
 
 
@@ -179,8 +180,18 @@ def _model(case: _Case) -> Iterator[str]:
     if case.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
         supported = ", ".join(map(str, CPU_HEAD_DIMS))
         yield f"{_ROLLOUT}: vLLM's CPU build has no attention for head_dim={facts.head_dim}, only for {supported}"
+    yield from _attention(case)
     yield from _recompute(case)
     yield from (_experts if facts.num_experts else _dense_mlp)(case)
+
+
+def _attention(case: _Case) -> Iterator[str]:
+    """What a rank lacks for the backend it finds out itself: Transformer Engine need not be where this runs."""
+    backend = case.cfg.actor_rollout_ref.actor.megatron.attention_backend
+    if backend not in ATTENTION_BACKENDS:
+        yield f"{_MEGATRON}.attention_backend={backend!r} is unknown; choose {', '.join(ATTENTION_BACKENDS)}"
+    elif backend in ("fused", "flash") and case.device == "cpu":
+        yield f"{_MEGATRON}.attention_backend={backend} needs CUDA devices; set auto"
 
 
 def _recompute(case: _Case) -> Iterator[str]:

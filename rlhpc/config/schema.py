@@ -51,6 +51,7 @@ class MegatronConfig:
     param_offload: bool = True  # weights, the reference's too, wait in host memory while the engine generates (GPU)
     optimizer_offload: bool = True  # so do masters and moments; false: rollout.gpu_memory_utilization leaves room
     grad_offload: bool = True  # gradients are freed meanwhile (GPU)
+    attention_backend: str = "auto"  # fused (cuDNN by Transformer Engine), flash, local; auto: the fastest there is
 
 
 @dataclass

@@ -79,6 +79,7 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_MEGATRON}.override_transformer_config.recompute_*": VerlKey(
         f"set {_MODEL}.enable_gradient_checkpointing, or {_MEGATRON}.recompute_modules", (None,)
     ),
+    f"{_MEGATRON}.override_transformer_config.attention_backend": VerlKey(f"set {_MEGATRON}.attention_backend"),
     f"{_MEGATRON}.override_ddp_config.overlap_grad_reduce": VerlKey(f"set {_MEGATRON}.overlap_grad_reduce"),
     f"{_MEGATRON}.override_*": VerlKey(f"only the keys of {_MEGATRON} and {_MODEL} exist"),
     f"{_MEGATRON}.router_replay.*": VerlKey("router replay is not available yet; remove it"),

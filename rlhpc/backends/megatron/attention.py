@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,11 +11,19 @@ from itertools import groupby
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlhpc.backends.megatron.fused import fused
 from rlhpc.data.types import PackedBatch
+from rlhpc.errors import ConfigError
 from rlhpc.reshard.families import ModelFacts
+
+try:
+    import transformer_engine
+    from transformer_engine.pytorch import DotProductAttention
+except ImportError:
+    transformer_engine = None
 
 try:  # torch >= 2.10
     from torch.nn.attention.varlen import varlen_attn
@@ -22,6 +31,11 @@ except ImportError:
     VARLEN_OPTIONS: frozenset[str] = frozenset()
 else:
     VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
+
+BACKENDS = (AttnBackend.fused, AttnBackend.flash, AttnBackend.local)  # the fastest first
+KEY = "actor_rollout_ref.actor.megatron.attention_backend"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -82,15 +96,74 @@ def rotary_frequencies(facts: ModelFacts) -> torch.Tensor:
     return frequencies / scaling.factor + kept.clamp(0, 1) * (frequencies - frequencies / scaling.factor)
 
 
+def attention_backend(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttnBackend:
+    """The one of BACKENDS with this name, or for "auto" the fastest that this machine and model have:
+
+    fused  cuDNN's, through Transformer Engine (its DotProductAttention over cu_seqlens)
+    flash  torch's own over cu_seqlens, which is FlashAttention 2 (torch.nn.attention.varlen)
+    local  torch's scaled_dot_product_attention of all sequences of one length at a time
+
+    Raises ConfigError for an unknown name, and for one whose needs aren't met.
+    """
+    lacks = {backend.name: _lacks(backend, device, dtype, head_dim) for backend in BACKENDS}
+    fastest = next(name for name, lack in lacks.items() if not lack)
+    if wanted not in ("auto", *lacks):
+        raise ConfigError(f"{KEY}={wanted!r} is unknown; choose auto, {', '.join(lacks)}")
+    if lack := lacks.get(wanted):
+        raise ConfigError(f"{KEY}={wanted} needs {lack}; set auto, which takes {fastest} here")
+    if wanted == "auto":
+        wanted = fastest
+        slower_than = [f"{name} needs {lack}" for name, lack in lacks.items() if lack]
+        logger.info("attention: %s", "; ".join([wanted, *slower_than]))
+    else:
+        logger.info("attention: %s, as configured", wanted)
+    return AttnBackend[wanted]
+
+
+def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """What `backend` needs that isn't there, in words; "" when it can run. Sizes are those of aten's flash_attn (torch
+    2.10 to 2.13), and those that cuDNN has a backward for on every chip since Hopper (9.6 to 9.19)."""
+    if backend is AttnBackend.local:
+        return ""
+    largest = 128 if backend is AttnBackend.fused else 256
+    if device.type != "cuda":
+        return "a CUDA device"
+    if dtype.itemsize != 2:
+        return f"a 16-bit model.dtype, not {str(dtype).removeprefix('torch.')}"
+    if head_dim > largest or head_dim % 8:
+        return f"head_dim={head_dim} to be a multiple of 8 up to {largest}"
+    if backend is AttnBackend.flash:
+        return "" if VARLEN_OPTIONS else f"torch 2.10, not {torch.__version__}"
+    if transformer_engine is None:
+        return "Transformer Engine, which isn't installed"
+    if (capability := torch.cuda.get_device_capability(device)) < (9, 0):
+        return f"a GPU of compute capability 9.0, not {capability[0]}.{capability[1]}"
+    if (cudnn := torch.backends.cudnn.version() or 0) < 90600:  # older ones plan anew for every maximum length
+        return f"cuDNN 9.6, not {cudnn // 10000}.{cudnn // 100 % 100}"
+    return ""
+
+
 class PackedAttention(torch.nn.Module):
-    """Megatron's core attention slot: rotary embedding, then causal attention within each sequence.
+    """Megatron's core attention slot: rotary embedding, then causal attention within each sequence, by the backend that
+    `config.attention_backend` names (attention_backend finds it).
 
     Rotary angles are applied here rather than by Megatron, whose packed path loops over sequences in Python.
     """
 
     def __init__(self, config: TransformerConfig, **slot: object) -> None:
         super().__init__()
+        self.backend = config.attention_backend
         self.scale = config.softmax_scale  # None: 1 / sqrt(head_dim)
+        if self.backend is AttnBackend.fused:
+            tp = config.tensor_model_parallel_size
+            self.dot_product = DotProductAttention(
+                config.num_attention_heads // tp,
+                config.kv_channels,
+                num_gqa_groups=max(1, config.num_query_groups // tp),
+                qkv_format="thd",
+                attn_mask_type="padding_causal",
+                softmax_scale=self.scale,
+            )
 
     def forward(
         self,
@@ -106,21 +179,38 @@ class PackedAttention(torch.nn.Module):
         """query [T, heads, head_dim], key and value [T, kv_heads, head_dim] -> [T, heads * head_dim]."""
         packed = packed_seq_params
         query, key = _rotated(query, key, packed.cos, packed.sin)
-        if self.scale is None and flash_takes(query):
-            return self._varlen(query, key, value, packed)
+        if self.backend is AttnBackend.fused:
+            return self._fused(query, key, value.contiguous(), packed)
+        if self.backend is AttnBackend.flash:
+            return self._flash(query, key, value.contiguous(), packed)
         return self._by_length(query, key, value, packed)
 
-    def _varlen(
+    def _fused(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
-        """torch's flash attention over cu_seqlens; its options differ between torch 2.10 and 2.13."""
-        options = {"window_size": (-1, 0)} if "window_size" in VARLEN_OPTIONS else {"is_causal": True}
+        output: torch.Tensor = self.dot_product(
+            query,
+            key,
+            value,
+            cu_seqlens_q=packed.cu_seqlens_q,
+            cu_seqlens_kv=packed.cu_seqlens_kv,
+            max_seqlen_q=packed.max_seqlen_q,
+            max_seqlen_kv=packed.max_seqlen_kv,
+        )
+        return output
+
+    def _flash(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        """Options differ between torch 2.10 and 2.13."""
+        options: dict[str, object] = {} if self.scale is None else {"scale": self.scale}
+        options |= {"window_size": (-1, 0)} if "window_size" in VARLEN_OPTIONS else {"is_causal": True}
         if "enable_gqa" in VARLEN_OPTIONS:
             options["enable_gqa"] = True
         elif query.shape[1] != key.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
         spans = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
-        return varlen_attn(query, key, value.contiguous(), *spans, **options).flatten(1)
+        return varlen_attn(query, key, value, *spans, **options).flatten(1)
 
     def _by_length(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
@@ -136,13 +226,6 @@ class PackedAttention(torch.nn.Module):
             )
             outputs.append(output.transpose(1, 2).reshape(count * length, -1))
         return torch.cat(outputs)
-
-
-def flash_takes(query: torch.Tensor) -> bool:
-    """Whether torch has a flash attention over cu_seqlens for it: CUDA, 16 bits, heads of at most 256 elements, a
-    multiple of 8 (aten's flash_attn, 2.10 to 2.13). Everything else is batched by length."""
-    size = query.shape[-1]
-    return bool(VARLEN_OPTIONS) and query.is_cuda and query.element_size() == 2 and size <= 256 and size % 8 == 0
 
 
 @fused

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -43,6 +43,7 @@ def transformer_config(
     layout: ParallelLayout,
     dtype: torch.dtype,
     *,
+    attention: AttnBackend = AttnBackend.local,
     recompute: bool,
     recompute_modules: Sequence[str] = (),
     balance_coeff: float = 0.0,
@@ -75,6 +76,7 @@ def transformer_config(
         add_qkv_bias=facts.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        attention_backend=attention,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -58,7 +60,7 @@ class Optimizer:
             use_distributed_optimizer=True,
             **precision,
         )
-        with cuda_type_names():
+        with cuda_type_names(), _torch_adamw():
             self._chained = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
         for part in self._parts():
             update_in_place(part)
@@ -125,6 +127,18 @@ class Optimizer:
         for part in self._parts():
             part._copy_main_params_to_model_params()
         self._model.start_param_sync(force_sync=True)
+
+
+@contextmanager
+def _torch_adamw() -> Iterator[None]:
+    """While open, Megatron makes torch's AdamW also where Transformer Engine or Apex is installed. Their own keeps its
+    step elsewhere and knows no `grad_scale`, by which `apply` clips: it would not be clipped at all."""
+    usual = megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+    try:
+        yield
+    finally:
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = usual
 
 
 def _schedule(optimizer: object, cfg: OptimConfig, total_steps: int | None) -> OptimizerParamScheduler:

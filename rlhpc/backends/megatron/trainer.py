@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rlhpc.backends.megatron import cpu_shim
+from rlhpc.backends.megatron.attention import attention_backend
 from rlhpc.backends.megatron.experts import balance_loss, expert_balance, start_balance_loss
 from rlhpc.backends.megatron.in_place import keep_in_place, place_experts
 from rlhpc.backends.megatron.loss import microbatch_loss
@@ -68,6 +69,12 @@ class MegatronTrainer:
             raise ConfigError(
                 f"actor_rollout_ref.model.dtype={model_cfg.dtype!r} is unknown; choose {', '.join(DTYPES)}"
             )
+        self._attention = attention_backend(
+            cfg.actor_rollout_ref.actor.megatron.attention_backend,
+            self._device,
+            DTYPES[model_cfg.dtype],
+            self._facts.head_dim,
+        )
         self._balance_coeff = cfg.actor_rollout_ref.actor.megatron.moe_aux_loss_coeff
         if self._balance_coeff and not self._facts.num_experts:
             raise ConfigError(
@@ -116,6 +123,7 @@ class MegatronTrainer:
             self._facts,
             self._layout,
             DTYPES[model_cfg.dtype],
+            attention=self._attention,
             recompute=model_cfg.enable_gradient_checkpointing,
             recompute_modules=self._cfg.actor_rollout_ref.actor.megatron.recompute_modules,
             balance_coeff=self._balance_coeff,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences
+from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences, attention_backend
 from rlhpc.data.packing import TokenSequence, pack
 from rlhpc.data.types import PackedBatch
+from rlhpc.errors import ConfigError
 
 LENGTHS = (3, 1, 5, 3, 1)
 HEADS, KV_HEADS, DIM, THETA = 4, 2, 8, 100.0
@@ -87,3 +90,53 @@ def test_no_token_sees_another_sequence_or_the_future(changed: int) -> None:
     bounds = sequences.cu_seqlens_q.tolist()
     end = next(bound for bound in bounds if bound > changed)
     assert moved.nonzero()[:, 0].tolist() == list(range(changed, end))
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="is about a machine without it")
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "fastest"),
+    [
+        (CPU, torch.bfloat16, 128, "local"),
+        (CUDA, torch.float32, 128, "local"),
+        (CUDA, torch.bfloat16, 100, "local"),
+        (CUDA, torch.bfloat16, 256, "flash"),
+        (CUDA, torch.bfloat16, 64, "flash"),
+    ],
+)
+def test_the_fastest_backend_that_runs_is_taken(
+    device: torch.device, dtype: torch.dtype, head_dim: int, fastest: str
+) -> None:
+    assert attention_backend("auto", device, dtype, head_dim).name == fastest
+    assert attention_backend("local", device, dtype, head_dim).name == "local"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "dtype", "head_dim", "why"),
+    [
+        ("te", CUDA, torch.bfloat16, 64, "attention_backend='te' is unknown; choose auto, fused, flash, local"),
+        ("flash", CPU, torch.bfloat16, 64, "=flash needs a CUDA device; set auto, which takes local here"),
+        (
+            "fused",
+            CUDA,
+            torch.float32,
+            64,
+            "=fused needs a 16-bit model.dtype, not float32; set auto, which takes local",
+        ),
+        ("flash", CUDA, torch.bfloat16, 12, "=flash needs head_dim=12 to be a multiple of 8 up to 256; set auto"),
+        (
+            "fused",
+            CUDA,
+            torch.bfloat16,
+            192,
+            "=fused needs head_dim=192 to be a multiple of 8 up to 128; .* flash here",
+        ),
+    ],
+)
+def test_a_backend_that_cannot_run_is_refused(
+    wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"actor.megatron.attention_backend{why.removeprefix('attention_backend')}"):
+        attention_backend(wanted, device, dtype, head_dim)
