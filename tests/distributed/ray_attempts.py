@@ -23,6 +23,18 @@ from rlhpc.cluster.session import Reaper, open_session
 from rlhpc.cluster.slurm_env import SlurmEnv
 
 ROOT = Path(__file__).resolve().parents[2]
+# Takes the address and port of somebody's Ray.
+CONNECT = """
+import sys
+from rlhpc.cluster.ray_attempt import connect
+from rlhpc.errors import ClusterError
+try:
+    connect(sys.argv[1], int(sys.argv[2]))
+except ClusterError as error:
+    print("refused:", error)
+else:
+    print("connected")
+"""
 
 
 def spec(**changes: Any) -> RaySpec:

@@ -19,19 +19,8 @@ import pytest
 
 from rlhpc.cluster.attempt import Attempt
 from rlhpc.cluster.session import processes
-from tests.distributed.ray_attempts import Nodes, nodes, shown, spec
+from tests.distributed.ray_attempts import CONNECT, Nodes, nodes, shown, spec
 
-CONNECT = """
-import sys
-from rlhpc.cluster.ray_attempt import connect
-from rlhpc.errors import ClusterError
-try:
-    connect(sys.argv[1], int(sys.argv[2]))
-except ClusterError as error:
-    print("refused:", error)
-else:
-    print("connected")
-"""
 WHERE = """
 import json, os, ray
 from pathlib import Path

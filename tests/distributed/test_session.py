@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.cluster.session import Session, clean, open_session, processes
+from tests.distributed.ray_attempts import CONNECT
 
 DRIVER = """
 import os, sys, time
@@ -37,16 +38,6 @@ with local_ray(ClusterConfig(ray_temp_root=sys.argv[1]), num_ranks=2, num_gpus=0
         time.sleep(1000)
     if sys.argv[2] == "raise":
         raise RuntimeError("as a crash would")
-"""
-
-CONNECT = """
-import sys
-from rlhpc.cluster.ray_attempt import connect
-from rlhpc.errors import ClusterError
-try:
-    connect(sys.argv[1], int(sys.argv[2]))
-except ClusterError as error:
-    print(error)
 """
 
 
