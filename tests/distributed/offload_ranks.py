@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rlhpc.errors import ConfigError
 from tests.distributed import megatron_ranks
 from tests.distributed.checkpoint_ranks import save
 from tests.distributed.megatron_ranks import make_trainer, train
@@ -72,7 +73,10 @@ def sleep_and_train(model_dir: Path, dtype: str, checkpoints: Path, device: str 
 
 
 def stay_awake(model_dir: Path, checkpoints: Path, device: str = "cuda") -> dict[str, Any]:
-    """With nothing but gradients offloaded: what a sleep frees, and whether the state is saved from where it is."""
+    """With nothing but gradients offloaded: what a sleep frees, whether the state is saved from where it is, and what
+    is said where an engine leaves no room for it."""
+    from rlhpc.backends.megatron.offload import check_room
+
     staying = {f"actor__megatron__{name}_offload": False for name in ("param", "optimizer")}
     trainer = make_trainer(model_dir, {}, device=device, model__dtype="bfloat16", **staying)
     list(train(trainer, range(1)))
@@ -90,7 +94,12 @@ def stay_awake(model_dir: Path, checkpoints: Path, device: str = "cuda") -> dict
     trainer.load_checkpoint(checkpoints / "step-000001")
     right = right and equal(dict(trainer.state_pieces().pieces), state)
     parameters = sum(weight.numel() for weight in trainer.source_buffers().values())
-    return {"parameters": parameters, "freed": before - after, "right": right}
+    try:
+        check_room(trainer._host, engine_share=1.0)
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    return {"parameters": parameters, "freed": before - after, "right": right, "refused": refused}
 
 
 def overlap(num_bytes: int) -> dict[str, bool]:
