@@ -71,8 +71,8 @@ def cycles(
     settings: Mapping[str, Any] | None = None,
     look: bool = False,
 ) -> dict[str, Any]:
-    """Publishes, generates and updates `num` times. Seconds of each publish's parts; bytes of device memory by phase,
-    of the last cycle; sampled tokens and logprobs of each; `look`: also hashes of both sides' weights, before each
+    """Publishes, generates and updates `num` times. Seconds of each publish's parts; bytes of memory by phase, of the
+    last cycle, as usage.memory tells them; sampled tokens and logprobs of each; `look`: also hashes of both sides' weights, before each
     generation."""
     rank = worker(model, in_place, device, settings or {}, log)
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -94,10 +94,10 @@ def cycles(
             i, np.concatenate([prompts[c.prompt_id][1], c.token_ids]).astype(np.int32), 24,
             {"advantages": np.full(len(c.token_ids), (-1.0) ** i, np.float32)},
         ) for i, c in enumerate(completions)])  # fmt: skip
-    outcome["device_bytes"] = {"generate": generating.get("device", 0), "update": memory().get("device", 0)}
+    outcome["bytes"] = {"generate": generating, "update": memory()}
     rank.trainer.begin_sleep()  # as a publish does
     rank.engine.wake("weights")
-    outcome["device_bytes"]["publish"] = memory().get("device", 0)
+    outcome["bytes"]["publish"] = memory()
     outcome["shared_bytes"] = sum(tensor.nbytes for tensor in rank.engine.expert_weights().values())
     outcome["moved_bytes"] = rank._plan.local_bytes(0)
     return outcome
@@ -168,7 +168,8 @@ def main() -> None:
     for name, outcome in found.items():
         best = {part: min(p[part] for p in outcome["publishes"][1:]) for part in outcome["publishes"][-1]}
         print(name, "publish, best, s:", {part: round(value, 4) for part, value in best.items()})
-        print(" " * len(name), "device, GiB:", {k: round(v / 2**30, 2) for k, v in outcome["device_bytes"].items()})
+        device = {phase: round(used.get("device", 0) / 2**30, 2) for phase, used in outcome["bytes"].items()}
+        print(" " * len(name), "device, GiB:", device)
     print("same answers:", report["same answers"])
 
 

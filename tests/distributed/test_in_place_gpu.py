@@ -29,19 +29,23 @@ def test_one_set_of_experts_changes_no_bit_and_takes_their_bytes_less(tmp_path: 
     two, one = (cycles(model, in_place, tmp_path / f"{in_place}.log") for in_place in (False, True))
     assert (two["shared_bytes"], one["shared_bytes"]) == (0, EXPERT_BYTES)
     assert two["moved_bytes"] - one["moved_bytes"] == EXPERT_BYTES
-    print({name: outcome["device_bytes"] for name, outcome in (("two", two), ("one", one))}, two["weights"][-1])
     for cycle in range(3):
         assert one["weights"][cycle] == two["weights"][cycle], cycle
         assert one["samples"][cycle] == two["samples"][cycle], cycle
     before, after = one["weights"][0], one["weights"][2]
     assert all(before[name] != after[name] for name in before if "experts" in name)
-    saved = {phase: two["device_bytes"][phase] - one["device_bytes"][phase] for phase in two["device_bytes"]}
-    assert saved["publish"] > 0.8 * EXPERT_BYTES  # the engine's pool is mapped in blocks of its own sizes
-    assert abs(saved["generate"]) < 0.2 * EXPERT_BYTES
+    assert taken(two) - taken(one) == pytest.approx(EXPERT_BYTES, rel=0.01)
+
+
+def taken(outcome: dict[str, Any]) -> int:
+    """Bytes that a publish needs on top of generation, which has the KV cache and the engine's weights. Of torch's
+    allocator: others may use the device as well."""
+    return outcome["bytes"]["publish"]["allocated"] - outcome["bytes"]["generate"]["allocated"]
 
 
 def cycles(model: Path, in_place: bool, log: Path) -> dict[str, Any]:
-    arguments = {"device": "cuda", "num": 3, "settings": {"actor_rollout_ref.actor.optim.lr": 1e-2}, "look": True}
+    settings = {"actor_rollout_ref.actor.optim.lr": 1e-2, "actor_rollout_ref.rollout.gpu_memory_utilization": 0.1}
+    arguments = {"device": "cuda", "num": 3, "settings": settings, "look": True}
     try:
         [outcome] = run_ranks(
             "scripts.bench.in_place:cycles", 1, 400, model=model, in_place=in_place, log=log, **arguments
