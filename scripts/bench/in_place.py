@@ -71,9 +71,9 @@ def cycles(
     settings: Mapping[str, Any] | None = None,
     look: bool = False,
 ) -> dict[str, Any]:
-    """Publishes, generates and updates `num` times. Seconds of each publish's parts; bytes of memory by phase, of the
-    last cycle, as usage.memory tells them; sampled tokens and logprobs of each; `look`: also hashes of both sides' weights, before each
-    generation."""
+    """Publishes, generates and updates `num` times. Seconds of each publish's parts; sampled tokens and logprobs; bytes
+    of memory by phase, of the last cycle, as usage.memory tells them; `look`: hashes of the engine's parameters before
+    each generation."""
     rank = worker(model, in_place, device, settings or {}, log)
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     rng = np.random.default_rng(0)

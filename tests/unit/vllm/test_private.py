@@ -149,6 +149,23 @@ def test_attention_owns_the_kv_cache() -> None:
     assert "kv_cache" in inspect.getsource(private.Attention.__init__), "Attention no longer holds the KV cache"
 
 
+def test_only_weights_stay_out_of_the_pool_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import nullcontext
+
+    from vllm.v1.worker.gpu_worker import Worker
+
+    source = inspect.getsource(Worker)
+    for tag in ("weights", "kv_cache"):
+        assert f'self._maybe_get_memory_pool_context(tag="{tag}")' in source, f"Worker takes {tag} from elsewhere"
+    assert parameters(Worker._maybe_get_memory_pool_context) == ["self", "tag"]
+    monkeypatch.setattr(Worker, "_maybe_get_memory_pool_context", lambda self, tag: f"the pool of {tag}")
+    worker = Worker.__new__(Worker)
+    with private.weights_stay():
+        assert isinstance(worker._maybe_get_memory_pool_context(tag="weights"), nullcontext)
+        assert worker._maybe_get_memory_pool_context(tag="kv_cache") == "the pool of kv_cache"
+    assert worker._maybe_get_memory_pool_context(tag="weights") == "the pool of weights"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_engine_argument_exists(device: str) -> None:
     from vllm.engine.arg_utils import EngineArgs
