@@ -76,9 +76,10 @@ def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMem
     engine = _elements(rollout, layout.world_size)
     per_element = MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
     needs_reference = ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
+    own = [0] * len(experts) if cfg.reshard.in_place_experts else experts  # in place they are the engine's alone
     return [
         RankMemory(
-            trainer_weights=(dense[rank] + experts[rank]) * size,
+            trainer_weights=(dense[rank] + own[rank]) * size,
             gradients=(dense[rank] + experts[rank]) * GRADIENT_BYTES,
             optimizer=(dense[rank] // layout.dp + experts[rank] // layout.edp) * per_element,
             reference_weights=(dense[rank] + experts[rank]) * size if needs_reference else 0,

@@ -76,6 +76,16 @@ def test_rank_memory_by_hand():
     )
 
 
+def test_experts_in_place_are_the_engines_alone():
+    cfg = config(2, "bfloat16", expert_model_parallel_size=2)
+    (twice, _) = rank_memory(cfg, MODEL)
+    cfg.reshard.in_place_experts = True
+    (once, _) = rank_memory(cfg, MODEL)
+    experts = 2 * 4 * 4 * 3 * 64 * 128  # bytes: 4 layers, 4 of 8 experts
+    assert twice.trainer_weights - once.trainer_weights == twice.total - once.total == experts
+    assert node_memory(cfg, MODEL, "cuda").ranks == 2 * (once.trainer_weights + once.reference_weights + once.optimizer)
+
+
 def test_node_memory_by_hand():
     dense = 4 * (2 * 128 * 128 + 2 * 64 * 128 + 2 * 128 + 2 * 32 + 8 * 128) + 2 * 500 * 128 + 128
     experts = 4 * 8 * 3 * 64 * 128
