@@ -1,4 +1,4 @@
-"""Which experts of two layouts can be the same memory: those that lie alike on every rank. Pure."""
+"""Which experts of trainer and engine can be the same memory: those that lie alike on every rank. Pure."""
 
 from __future__ import annotations
 
@@ -28,29 +28,27 @@ def expert_buffers(specs: Iterable[ShardSpec]) -> set[str]:
     return {buffer for spec in specs if _stacked(spec) for buffer in spec.buffers}
 
 
-def in_place(src_specs: Iterable[ShardSpec], dst_specs: Iterable[ShardSpec]) -> dict[str, str]:
-    """The source's buffers of stacked experts, and which of the destination's holds on every rank the same boxes of the
+def in_place(trainer_specs: Iterable[ShardSpec], engine_specs: Iterable[ShardSpec]) -> dict[str, str]:
+    """The trainer's buffers of stacked experts, and which of the engine's holds on every rank the same boxes of the
     same tensors at the same places.
 
     Raises ConfigError, naming tensor and rank, where there is one that doesn't.
     """
-    sources = {spec.name: spec for spec in src_specs}
+    of_trainer = {spec.name: spec for spec in trainer_specs}
     pairs: dict[str, str] = {}
     compared: dict[tuple[int, int], tuple[Shards, Shards, set[tuple[str, str]]]] = {}  # by id of what layers share
-    for dst in dst_specs:
-        if not _stacked(dst):
-            continue
-        src = sources[dst.name]
-        if src.dtype != dst.dtype:
-            raise ConfigError(f"{dst.name}: the source's dtype {src.dtype} is not the destination's {dst.dtype}")
-        held, needed = Shards.of(src.shards), Shards.of(dst.shards)
+    for theirs in filter(_stacked, engine_specs):
+        mine = of_trainer[theirs.name]
+        if mine.dtype != theirs.dtype:
+            raise ConfigError(f"{mine.name}: the trainer's dtype {mine.dtype} is not the engine's {theirs.dtype}")
+        held, needed = Shards.of(mine.shards), Shards.of(theirs.shards)
         key = id(held.replicas), id(needed.replicas)
         if key not in compared:
-            compared[key] = held, needed, _compare(dst.name, held, needed)
-        for mine, theirs in sorted(compared[key][2]):
-            pair = held.prefix + mine, needed.prefix + theirs
+            compared[key] = held, needed, _compare(mine.name, held, needed)
+        for a, b in sorted(compared[key][2]):
+            pair = held.prefix + a, needed.prefix + b
             if pairs.setdefault(*pair) != pair[1]:
-                raise ConfigError(f"{dst.name}: what {pair[0]} holds lies in {pairs[pair[0]]} and in {pair[1]}")
+                raise ConfigError(f"{mine.name}: what {pair[0]} holds lies in {pairs[pair[0]]} and in {pair[1]}")
     return pairs
 
 
@@ -63,16 +61,16 @@ def _stacked(spec: ShardSpec) -> bool:
     return any(len(same.offset) > len(same.start) for same in Shards.of(spec.shards).replicas)
 
 
-def _compare(tensor: str, src: Shards, dst: Shards) -> set[tuple[str, str]]:
+def _compare(tensor: str, trainer: Shards, engine: Shards) -> set[tuple[str, str]]:
     """The pairs of buffers, without their prefixes, that hold the same on some rank."""
-    held, needed = _by_rank(src.replicas), _by_rank(dst.replicas)
+    held, needed = _by_rank(trainer.replicas), _by_rank(engine.replicas)
     pairs: set[tuple[str, str]] = set()
     for rank in sorted(held.keys() | needed.keys()):
         mine, theirs = held[rank], needed[rank]
         if [place[:3] for place in mine] != [place[:3] for place in theirs]:
-            sides = (mine, src.prefix), (theirs, dst.prefix)
+            sides = (mine, trainer.prefix), (theirs, engine.prefix)
             told = (" and ".join(place.told(prefix) for place in places) or "nothing" for places, prefix in sides)
-            raise ConfigError("{} on rank {}: the source has {}, the destination {}".format(tensor, rank, *told))
+            raise ConfigError("{} on rank {}: the trainer has {}, the engine {}".format(tensor, rank, *told))
         pairs |= {(a.buffer, b.buffer) for a, b in zip(mine, theirs, strict=True)}
     return pairs
 

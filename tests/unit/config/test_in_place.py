@@ -27,10 +27,10 @@ def test_allowed_where_layouts_agree(sizes: dict[str, int], world_size: int) -> 
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ({EP: 4, RTP: 4}, ["experts.0.gate_proj.weight on rank 0: the source has [0:64, 0:128] at [0, 0, 0] of "
-                           "decoder.layers.0.mlp.experts.w13, the destination [0:16, 0:128] at", TO_SPREAD, TO_CUT]),
-        ({ETP: 4, RTP: 4, REP: 4}, ["on rank 0: the source has [0:16, 0:128]", "destination [0:64,", TO_SPREAD]),
-        ({EP: 4, RTP: 2, REP: 2}, ["experts.0.gate_proj.weight on rank 2: the source has nothing, the destination"]),
+        ({EP: 4, RTP: 4}, ["experts.0.gate_proj.weight on rank 0: the trainer has [0:64, 0:128] at [0, 0, 0] of "
+                           "decoder.layers.0.mlp.experts.w13, the engine [0:16, 0:128] at", TO_SPREAD, TO_CUT]),
+        ({ETP: 4, RTP: 4, REP: 4}, ["on rank 0: the trainer has [0:16, 0:128]", "the engine [0:64,", TO_SPREAD]),
+        ({EP: 4, RTP: 2, REP: 2}, ["experts.0.gate_proj.weight on rank 2: the trainer has nothing, the engine"]),
         ({EP: 2, PP: 2, RTP: 4, REP: 4}, ["on rank ", "set pipeline_model_parallel_size=1, actor.megatron.exper"]),
         ({EP: 2, RTP: 2, REP: 2}, ["expert_model_parallel_size=2 * expert_tensor_parallel_size=1 * pipeline_model_para"
                                    "llel_size=1 on 4 ranks gives the same experts to 2 of them", TO_SPREAD]),

@@ -64,8 +64,8 @@ def test_a_refusal_names_tensor_rank_and_both_places() -> None:
     with pytest.raises(ConfigError) as caught:
         in_place(src.specs, dst.specs)
     assert str(caught.value) == (
-        "model.layers.0.mlp.experts.0.gate_proj.weight on rank 0: the source has [0:4, 0:8] at [0, 0, 0] of "
-        "decoder.layers.0.mlp.experts.w13, the destination [0:2, 0:8] at [0, 0, 0] of "
+        "model.layers.0.mlp.experts.0.gate_proj.weight on rank 0: the trainer has [0:4, 0:8] at [0, 0, 0] of "
+        "decoder.layers.0.mlp.experts.w13, the engine [0:2, 0:8] at [0, 0, 0] of "
         "model.layers.0.mlp.experts.routed_experts.w13_weight"
     )
 
@@ -89,12 +89,12 @@ def test_one_buffer_in_two_and_other_dtypes_are_refused() -> None:
     src = [spec("e0", at(0, "w", 0, 0, 0)), spec("e1", at(0, "w", 1, 0, 0))]
     with pytest.raises(ConfigError, match="e1: what w holds lies in v and in u"):
         in_place(src, [spec("e0", at(0, "v", 0, 0, 0)), spec("e1", at(0, "u", 1, 0, 0))])
-    with pytest.raises(ConfigError, match="e0: the source's dtype bfloat16 is not the destination's float32"):
+    with pytest.raises(ConfigError, match="e0: the trainer's dtype bfloat16 is not the engine's float32"):
         in_place(src, [spec("e0", at(0, "v", 0, 0, 0), dtype="float32")])
 
 
 def test_a_rank_that_lacks_an_expert_is_named() -> None:
     src = [spec("e0", at(0, "w", 0, 0, 0))]
     dst = [spec("e0", at(0, "v", 0, 0, 0), at(1, "v", 0, 0, 0))]
-    with pytest.raises(ConfigError, match=r"e0 on rank 1: the source has nothing, the destination \[0:2, 0:3\]"):
+    with pytest.raises(ConfigError, match=r"e0 on rank 1: the trainer has nothing, the engine \[0:2, 0:3\]"):
         in_place(src, dst)
