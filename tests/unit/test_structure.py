@@ -105,6 +105,8 @@ def test_pure_layers_import_nothing_else(trees: dict[str, ast.Module]) -> None:
 
 def test_transformers_is_imported_inside_functions_only(trees: dict[str, ast.Module]) -> None:
     for path, tree in trees.items():
+        if path.startswith("scripts/bench/peers/"):  # run by peers that are built on it
+            continue
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
         lazy = {line for node in functions + guards for module, line in imports(node)}

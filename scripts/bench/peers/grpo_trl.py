@@ -223,7 +223,7 @@ def main() -> None:
         model=str(args.inputs / "model"),
         reward_funcs=trl_scores,
         args=config(args, args.out),
-        train_dataset=load_dataset("parquet", data_files=str(args.inputs / "prompts.parquet"), split="train"),
+        train_dataset=load_dataset("json", data_files=str(args.inputs / "prompts.jsonl"), split="train"),
         callbacks=[rows],
     )
     rows.trainer = trainer

@@ -10,7 +10,7 @@ exec python3 "$here/../../../launch/run.py" \
     actor_rollout_ref.actor.optim.lr=1e-5 \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.ignore_eos=true \
-    data.train_files="$inputs/prompts.parquet" \
+    data.train_files="$inputs/prompts.jsonl" \
     data.shuffle=false \
     data.train_batch_size=64 \
     data.max_prompt_length=256 \

@@ -24,8 +24,8 @@ exec python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.ignore_eos=true \
     actor_rollout_ref.rollout.max_num_seqs=1024 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
-    data.train_files="$inputs/prompts.parquet" \
-    data.val_files="$inputs/prompts.parquet" \
+    data.train_files="$inputs/prompts.jsonl" \
+    data.val_files="$inputs/prompts.jsonl" \
     data.shuffle=false \
     data.train_batch_size=64 \
     data.max_prompt_length=256 \
