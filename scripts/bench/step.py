@@ -29,7 +29,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,10 +58,9 @@ def in_a_process_of_its_own(function: Callable[..., Any], *arguments: Any) -> An
 
 def rate(device: str) -> float:
     """FLOP/s of this card's own products."""
-    with tempfile.NamedTemporaryFile() as file:
-        dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
-        found = matrix_rate(device)
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = matrix_rate(device)
+    dist.destroy_process_group()
     return found
 
 
@@ -98,7 +96,7 @@ def command(args: argparse.Namespace, model: Path, files: Sequence[str], run_dir
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
         f"data.train_files=[{','.join(files)}]", f"data.train_batch_size={args.prompts}",
         f"data.max_prompt_length={longest}", f"data.max_response_length={args.response}",
-        "reward.name=format", "reward.kwargs={pattern: '.*[0-4]'}", *args.overrides,
+        "reward.name=format", "+reward.kwargs.pattern='.*[0-4]'", *args.overrides,
     ]  # fmt: skip
 
 
