@@ -184,7 +184,7 @@ def plot(steps: Sequence[dict[str, float]], path: Path) -> None:
         axes.bar(numbers, seconds, bottom=bottom, label=phase, color=color)
         bottom += seconds
     axes.set(xlabel="counted step", ylabel="s", xticks=numbers)
-    axes.legend(reverse=True, bbox_to_anchor=(1, 1))
+    axes.legend(reverse=True, bbox_to_anchor=(1, 1), loc="upper left")
     figure.savefig(path, dpi=110)
 
 
