@@ -11,6 +11,7 @@ import torch
 
 from tests.distributed.megatron_reference import canonical_gradients, transformers_step, whole_step
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_attention_gpu import needs_transformer_engine
 from tests.tiny_model import write_tiny_model
 
 RANKS = "tests.distributed.megatron_ranks"
@@ -46,11 +47,20 @@ def check_step(ranks: list[dict[str, Any]], expected: dict[str, Any], dtype: str
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_equals_transformers_on_a_cpu(model_dir: Path, expected: dict[str, Any], dtype: str, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "attention"),
+    [
+        ("float32", "auto"),
+        ("bfloat16", "flash"),
+        pytest.param("bfloat16", "fused", marks=needs_transformer_engine),
+    ],
+)
+def test_equals_transformers_on_a_cpu(
+    model_dir: Path, expected: dict[str, Any], dtype: str, attention: str, recompute: bool
+) -> None:
     ranks = run_ranks(
         f"{RANKS}:one_step", 1, model_dir=model_dir, sizes={}, max_tokens=40, device="cuda", model__dtype=dtype,
-        model__enable_gradient_checkpointing=recompute,
+        model__enable_gradient_checkpointing=recompute, actor__megatron__attention_backend=attention,
     )  # fmt: skip
     check_step(ranks, expected, dtype)
 

@@ -177,8 +177,13 @@ class PackedAttention(torch.nn.Module):
         **slot: object,
     ) -> torch.Tensor:
         """query [T, heads, head_dim], key and value [T, kv_heads, head_dim] -> [T, heads * head_dim]."""
-        packed = packed_seq_params
-        query, key = _rotated(query, key, packed.cos, packed.sin)
+        query, key = _rotated(query, key, packed_seq_params.cos, packed_seq_params.sin)
+        return self.attend(query, key, value, packed_seq_params)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        """The same without rotation."""
         if self.backend is AttnBackend.fused:
             return self._fused(query, key, value.contiguous(), packed)
         if self.backend is AttnBackend.flash:
