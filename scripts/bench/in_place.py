@@ -1,5 +1,5 @@
-"""What it saves that trainer and engine share their experts (reshard.in_place_experts): seconds of a publish, and
-device memory while it goes on, while the engine generates and while the trainer updates.
+"""What it saves that trainer and engine share their experts (reshard.in_place_experts): seconds until the engine can
+generate and until the trainer has its weights again, and device memory in a publish, a generation and an update.
 
 usage: python -m scripts.bench.in_place [--layers 8] [--model DIR] [--cycles 4] [--out scripts/bench/results]
 
@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
@@ -42,6 +41,7 @@ SETTINGS = {
     "data.max_prompt_length": 32,
     "data.max_response_length": 32,
 }
+TIMES = "timing_s/ranks/"
 SAMPLING = SamplingSpec(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_response_length=32, ignore_eos=True)
 
 
@@ -71,25 +71,24 @@ def cycles(
     settings: Mapping[str, Any] | None = None,
     look: bool = False,
 ) -> dict[str, Any]:
-    """Publishes, generates and updates `num` times. Seconds of each publish's parts; sampled tokens and logprobs; bytes
-    of memory by phase, of the last cycle, as usage.memory tells them; `look`: hashes of the engine's parameters before
-    each generation."""
+    """Publishes, generates and updates `num` times. Seconds of each cycle's publish and begin_update and of their
+    parts, as usage.py has them; sampled tokens and logprobs; bytes of memory by phase, of the last cycle; `look`:
+    hashes of the engine's parameters before each generation."""
     rank = worker(model, in_place, device, settings or {}, log)
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     rng = np.random.default_rng(0)
     prompts = [(i, rng.integers(5, vocab_size, 24).tolist()) for i in range(8)]
-    outcome: dict[str, Any] = {"start_s": rank.describe()["start_s"], "publishes": [], "samples": [], "weights": []}
+    outcome: dict[str, Any] = {"start_s": rank.describe()["start_s"], "seconds": [], "samples": [], "weights": []}
     for cycle in range(num):
-        begin = time.perf_counter()
         rank.answer("publish", "publish", cycle)
-        spent = {name.rpartition("/")[2]: value for name, value in rank.usage().items() if "ranks/publish/" in name}
-        outcome["publishes"].append(spent | {"total": time.perf_counter() - begin})
         if look:
             outcome["weights"].append(hashes(rank))
         completions = rank.generate(prompts, SAMPLING, seed=cycle)
         outcome["samples"].append([(c.token_ids.tolist(), c.logprobs.tolist()) for c in completions])
         generating = memory()
-        rank.begin_update()
+        rank.answer("begin_update", "begin_update")
+        timed = (item for item in rank.usage().items() if item[0].startswith(TIMES))
+        outcome["seconds"].append({name.removeprefix(TIMES): value for name, value in timed})
         update(rank, [TokenSequence(
             i, np.concatenate([prompts[c.prompt_id][1], c.token_ids]).astype(np.int32), 24,
             {"advantages": np.full(len(c.token_ids), (-1.0) ** i, np.float32)},
@@ -166,8 +165,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"in-place-{place(gpu)}.json").write_text(json.dumps(report, indent=2) + "\n")
     for name, outcome in found.items():
-        best = {part: min(p[part] for p in outcome["publishes"][1:]) for part in outcome["publishes"][-1]}
-        print(name, "publish, best, s:", {part: round(value, 4) for part, value in best.items()})
+        best = {part: min(each[part] for each in outcome["seconds"][1:]) for part in outcome["seconds"][-1]}
+        print(name, "best, s:", {part: round(value, 4) for part, value in best.items()})
         device = {phase: round(used.get("device", 0) / 2**30, 2) for phase, used in outcome["bytes"].items()}
         print(" " * len(name), "device, GiB:", device)
     print("same answers:", report["same answers"])
