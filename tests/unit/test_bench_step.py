@@ -10,8 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlhpc.reshard.families import family_for
+from scripts.bench.memory import leaks, memory_of, table
 from scripts.bench.prompts import CHAT_TOKENS, write_problems, write_tokenizer
-from scripts.bench.step import idle_parts, leaks, memory_of, parts, rates_of
+from scripts.bench.step import idle_parts, parts, rates_of
 from scripts.bench.sync import QWEN3_30B
 
 ROW = {
@@ -66,6 +67,7 @@ def test_memory_that_grows_is_told() -> None:
     assert memory["host"] == {"gen": {"first": 4.0, "last": 4.0, "per step": pytest.approx(0.0)}}
     assert memory["device"] == {"gen": {"first": 90.0, "last": 90.5, "per step": pytest.approx(0.125)}}
     assert leaks(memory, 5) == ["device memory at the end of gen grew by 128.0 MiB a step"]
+    assert list(table(memory))[1].split() == ["gen", "90.50", "(+128.0", "MiB)", "4.00", "(+0.0", "MiB)"]
     assert leaks(memory_of(rows[:2]), 2) == []  # too little to tell
 
 
