@@ -76,7 +76,7 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[Path, list[str]]:
         count = args.prompts * (args.warm_up + args.steps)
         write_problems(Path(files[0]), count, *args.prompt_tokens)
     config = in_a_process_of_its_own(write_model, model, args.layers, device)
-    if args.model is None or not (model / "tokenizer.json").exists():
+    if args.model is None or not [*model.glob("tokenizer*"), *model.glob("vocab*")]:
         rows = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
         texts = [row.get("prompt") or row["question"] for row in rows]
         write_tokenizer(model, texts, config["vocab_size"])
