@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +159,10 @@ def main() -> None:
     config = QWEN3_30B if gpu else tiny_config()
     device, dtype = (torch.device("cuda"), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
     setting = Setting(family_for(config).model_facts(config), device, dtype, args.repeats)
-    packages = ("torch", "megatron-core", *(("transformer-engine",) if find_spec("transformer_engine") else ()))
     report = {
         "command": " ".join(["python -m scripts.bench.attention", *sys.argv[1:]]),
         "hardware": gpu or hardware(),
-        "versions": versions(*packages),
+        "versions": versions("torch", "megatron-core", optional=("transformer-engine",)),
         "heads": [setting.facts.num_heads, setting.facts.num_kv_heads, setting.facts.head_dim],
         "runs": run(setting, args),
     }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import re
-from importlib.metadata import version
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,9 +21,13 @@ def hardware() -> str:
     return f"{os.cpu_count()} cores, {model[1] if model else platform.processor()}"
 
 
-def versions(*packages: str) -> dict[str, str]:
-    """Of the installed packages and of Python."""
-    return {package: version(package) for package in packages} | {"python": platform.python_version()}
+def versions(*packages: str, optional: Sequence[str] = ()) -> dict[str, str]:
+    """Of packages, of those optional ones that are installed, and of Python."""
+    found = {package: version(package) for package in packages}
+    for package in optional:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found | {"python": platform.python_version()}
 
 
 def place(gpu: str | None = None, num_gpus: int = 1) -> str:

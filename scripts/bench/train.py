@@ -2,7 +2,8 @@
 the time goes.
 
 usage: python -m scripts.bench.train [--layers 8] [--model DIR] [--tokens 16384] [--length 1024] [--prompt 64]
-           [--steps 10] [--ranks 1] [--ep 1] [--recompute moe] [--overlap] [--out scripts/bench/results]
+           [--steps 10] [--ranks 1] [--ep 1] [--recompute moe] [--overlap] [--attention flash]
+           [--out scripts/bench/results]
 
 A slice of Qwen3-30B-A3B's shape with random weights (8 layers: 5.6 B parameters, of which 0.77 B multiply a token);
 without CUDA a shape of a million. Every rank trains on `tokens` tokens in one microbatch: forward,
@@ -41,7 +42,7 @@ from scripts.make_tiny_model import tiny_config
 
 # Kernels by what they do, the first pattern that fits; the names are cuBLAS', CUTLASS', torch's and Inductor's.
 KINDS = (
-    ("attention", r"flash|fmha|scaled_dot_product"),
+    ("attention", r"flash|fmha|scaled_dot_product|sdpa"),
     ("grouped products", r"grouped|GroupProblemShape|GroupedMM"),
     ("products", r"nvjet|gemm|cublas|cutlass|addmm|aten::mm$"),
     ("Adam", r"adam"),
@@ -110,6 +111,7 @@ def build(model: Path, args: argparse.Namespace, device: str) -> Any:
     actor.megatron.expert_model_parallel_size = args.ep
     actor.megatron.recompute_modules = args.recompute
     actor.megatron.overlap_grad_reduce = args.overlap
+    actor.megatron.attention_backend = args.attention
     return MegatronTrainer(cfg, json.loads((model / "config.json").read_text()), model, device)
 
 
@@ -302,6 +304,7 @@ def main() -> None:
     parser.add_argument("--ep", type=int, default=1, help="groups that the experts are divided among")
     parser.add_argument("--recompute", nargs="*", default=[], help="parts of each layer, such as moe")
     parser.add_argument("--overlap", action="store_true", help="reduce gradients during the backward")
+    parser.add_argument("--attention", default="auto", help="actor.megatron.attention_backend")
     parser.add_argument("--suffix", default="", help="of the result's name")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -321,7 +324,7 @@ def main() -> None:
     report = {
         "command": " ".join(["python -m scripts.bench.train", *sys.argv[1:]]),
         "hardware": gpu or hardware(),
-        "versions": versions("torch", "megatron-core"),
+        "versions": versions("torch", "megatron-core", optional=("transformer-engine",)),
         "model": f"{facts.num_layers} layers of {'Qwen3-30B-A3B' if gpu else 'the tiny model'}'s shape, random weights",
         **report_of(result, facts, args),
     }
