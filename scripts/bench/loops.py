@@ -6,11 +6,11 @@ usage: python -m scripts.bench.loops [CASE ...] [--ranks 2] [--layers 2] [--mode
   python -m scripts.bench.loops ep2-tp2 ep2-tp2ep tp2-tp2ep dp2-dp2
   python -m scripts.bench.loops ep2-dp2 --model outputs/assets/smollm2/moe --dtype bfloat16
 
-A case names the trainer's layout and the rollout's: tp, ep, etp, pp with their sizes, dp2 for none; `ep` alone after the
-rollout's tp spreads whole experts over its ranks. Every publish is verified element by element. Of each step: reward,
-loss, gradient norm, entropy, and how far the trainer's logprobs are from the engine's. In float32 nearly all sampled
-tokens are the same under every layout, so that all but rounding must agree in the first step; in bfloat16 one token in
-some dozens falls otherwise where two are nearly tied, and what follows it in its answer.
+A case names the trainer's layout and the rollout's: tp, ep, etp, pp with their sizes, dp2 for none; `ep` alone after
+the rollout's tp spreads whole experts over its ranks. Every publish is verified element by element. Of each step:
+reward, loss, gradient norm, entropy, and how far the trainer's logprobs are from the engine's. In float32 nearly all
+sampled tokens are the same under every layout, so that all but rounding must agree in the first step; in bfloat16 one
+token in some dozens falls otherwise where two are nearly tied, and what follows it in its answer.
 
 On a slice of Qwen3-30B-A3B's shape with random weights; without CUDA on the tiny model. Writes loops-<hardware>.json.
 """
