@@ -12,6 +12,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlhpc.backends.megatron.fused import fused
@@ -25,13 +26,7 @@ try:
 except ImportError:
     transformer_engine = None
 
-try:  # torch >= 2.10
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    VARLEN_OPTIONS: frozenset[str] = frozenset()
-else:
-    VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
-
+TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.13
 BACKENDS = (AttnBackend.fused, AttnBackend.flash, AttnBackend.local)  # the fastest first
 KEY = "actor_rollout_ref.actor.megatron.attention_backend"
 
@@ -122,7 +117,7 @@ def attention_backend(wanted: str, device: torch.device, dtype: torch.dtype, hea
 
 def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """What `backend` needs that isn't there, in words; "" when it can run. Sizes are those of aten's flash_attn (torch
-    2.10 to 2.13), and those that cuDNN has a backward for on every chip since Hopper (9.6 to 9.19)."""
+    2.11 to 2.13), and those that cuDNN has a backward for on every chip since Hopper (9.6 to 9.19)."""
     if backend is AttnBackend.local:
         return ""
     largest = 128 if backend is AttnBackend.fused else 256
@@ -133,7 +128,7 @@ def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, head_
     if head_dim > largest or head_dim % 8:
         return f"head_dim={head_dim} to be a multiple of 8 up to {largest}"
     if backend is AttnBackend.flash:
-        return "" if VARLEN_OPTIONS else f"torch 2.10, not {torch.__version__}"
+        return ""
     if transformer_engine is None:
         return "Transformer Engine, which isn't installed"
     if (capability := torch.cuda.get_device_capability(device)) < (9, 0):
@@ -207,15 +202,11 @@ class PackedAttention(torch.nn.Module):
     def _flash(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
-        """Options differ between torch 2.10 and 2.13."""
-        options: dict[str, object] = {} if self.scale is None else {"scale": self.scale}
-        options |= {"window_size": (-1, 0)} if "window_size" in VARLEN_OPTIONS else {"is_causal": True}
-        if "enable_gqa" in VARLEN_OPTIONS:
-            options["enable_gqa"] = True
-        elif query.shape[1] != key.shape[1]:
+        options = {"enable_gqa": True} if TAKES_GROUPS else {}
+        if not TAKES_GROUPS and query.shape[1] != key.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
         spans = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
-        return varlen_attn(query, key, value, *spans, **options).flatten(1)
+        return varlen_attn(query, key, value, *spans, scale=self.scale, window_size=(-1, 0), **options).flatten(1)
 
     def _by_length(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
