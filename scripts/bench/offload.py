@@ -70,7 +70,9 @@ class Cycle:
         self.times[name].append(seconds(self._device, function))
 
     def train(self) -> None:
+        begin = time.perf_counter()
         batches = batches_of(self._trainer, self._made, self._args)
+        self.times["logprobs of it"].append(time.perf_counter() - begin)
         self._trainer.step(batches, self._loss)
 
     def read(self) -> None:
@@ -95,6 +97,8 @@ class Cycle:
         if self._device == "cuda":
             torch.cuda.current_stream().synchronize()
         self.times["weights are there"].append(time.perf_counter() - begin)
+        for part in self._trainer._host._parts:
+            self._trainer._host.wait_for(part)
 
     def overlapped(self) -> None:
         self.run("leave and read", self._leave_and_read)
@@ -110,7 +114,10 @@ class Cycle:
 
     def _arrive_and_train(self) -> None:
         self._trainer.wake()
-        self.train()
+        begin = time.perf_counter()
+        batches = batches_of(self._trainer, self._made, self._args)
+        self.times["logprobs while arriving"].append(time.perf_counter() - begin)
+        self._trainer.step(batches, self._loss)
 
 
 def measure(trainer: Any, args: argparse.Namespace, device: str, vocab_size: int) -> dict[str, Any]:
@@ -202,6 +209,7 @@ def main() -> None:
     parser.add_argument("--ep", type=int, default=1, help="groups that the experts are divided among")
     parser.add_argument("--recompute", nargs="*", default=[], help="parts of each layer, such as moe")
     parser.add_argument("--overlap", action="store_true", help="reduce gradients during the backward")
+    parser.add_argument("--attention", default="auto", help="core attention, as attention_backend")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

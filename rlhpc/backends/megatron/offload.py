@@ -6,7 +6,9 @@ which only reads them; back while training has begun, which needs the weights fi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,7 +16,9 @@ import torch
 from rlhpc.backends.megatron.host_memory import check_free, page_locked, ranks_here
 from rlhpc.errors import ConfigError
 
-CHUNK_BYTES = 64 * 2**20  # of one copy: what else crosses PCIe meanwhile waits for one, and not for gigabytes
+# The device takes copies in the order in which they are enqueued, on whatever stream, so that a step's batches would
+# come behind gigabytes of the optimizer's state, if more than a few chunks of that were enqueued at a time.
+CHUNK_BYTES, NUM_UNDER_WAY = 64 * 2**20, 3
 ALIGNMENT = 64  # bytes; a multiple of every element's size
 
 
@@ -25,7 +29,8 @@ class _Part:
         self.device = device  # uint8, each over a whole storage
         self.host: list[torch.Tensor] = []  # as many, of the same lengths
         self.is_copied = False  # host memory has the content, or will have it when the copies under way are over
-        self.arrived: torch.cuda.Event | None = None
+        self.arriving: Future[None] | None = None  # the thread that enqueues its copies
+        self.arrived: torch.cuda.Event | None = None  # the last of them
 
 
 class HostCopy:
@@ -59,6 +64,7 @@ class HostCopy:
         self._has_scratch = True
         on_cuda = any(whole.is_cuda for part in self._parts.values() for whole in part.device)
         self._stream = torch.cuda.Stream() if on_cuda else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +82,8 @@ class HostCopy:
         with self._on_stream():
             for part in self._parts.values():
                 if not part.is_copied:
-                    _copy_each(part.host, part.device)
+                    for host, whole in zip(part.host, part.device, strict=True):
+                        host.copy_(whole, non_blocking=True)
                     part.is_copied = True
         self._state = "leaving"
 
@@ -85,8 +92,10 @@ class HostCopy:
         self.begin_sleep()
         if self._state == "asleep":
             return
+        for name in self._parts:
+            self._enqueued(name)  # of a trainer that goes to sleep while parts arrive
         if self._stream:
-            self._stream.synchronize()  # copies out, and those in of a trainer that goes to sleep again at once
+            self._stream.synchronize()
         for part in self._parts.values():
             for whole in part.device:
                 whole.untyped_storage().resize_(0)
@@ -97,21 +106,21 @@ class HostCopy:
         """Takes device memory and sets off the copies from host memory, part by part; `wait_for` tells who must wait
         for which. After a `begin_sleep` alone everything is still there."""
         if self._state == "asleep":
-            for part in self._parts.values():
-                for whole in part.device:
-                    whole.untyped_storage().resize_(len(whole))
-            self._follow_current()  # the memory may be what its work has just used
-            with self._on_stream():
-                for part in self._parts.values():
-                    _copy_each(part.device, part.host)
-                    part.arrived = self._stream.record_event() if self._stream else None
+            first, *others = self._parts.values()
+            self._take_device_memory([first])
+            self._bring(first, paced=False)  # nobody can go on without it
+            self._take_device_memory(others)
+            for part in others:
+                part.arriving = self._thread.submit(self._bring, part, paced=True)
         elif self._state == "leaving" and self._stream:
             torch.cuda.current_stream().wait_stream(self._stream)  # what changes tensors comes after their copies
         self._state = "awake"
 
     def wait_for(self, name: str) -> None:
-        """What is enqueued from here on finds the part on the device. The host doesn't wait."""
+        """What is enqueued from here on finds the part on the device. The host waits until its last copies are under
+        way."""
         assert self._state != "asleep", f"{name} is needed while asleep; wake comes first"
+        self._enqueued(name)
         arrived = self._parts[name].arrived
         if arrived is not None:
             torch.cuda.current_stream().wait_event(arrived)
@@ -143,6 +152,26 @@ class HostCopy:
         host = part.host[index].view(tensor.dtype)
         return host.as_strided(tensor.size(), tensor.stride(), host.storage_offset() + tensor.storage_offset())
 
+    def _bring(self, part: _Part, *, paced: bool) -> None:
+        """Enqueues a part's copies from host memory: all at once, or chunk after chunk with few under way."""
+        under_way: deque[torch.cuda.Event] = deque()
+        with self._on_stream():
+            for whole, host in zip(part.device, part.host, strict=True):
+                size = CHUNK_BYTES if paced else len(whole)
+                for target, source in zip(whole.split(size), host.split(size), strict=True):
+                    if len(under_way) == NUM_UNDER_WAY:
+                        under_way.popleft().synchronize()
+                    target.copy_(source, non_blocking=True)
+                    if paced and self._stream:
+                        under_way.append(self._stream.record_event(torch.cuda.Event(blocking=True)))
+            part.arrived = self._stream.record_event() if self._stream else None
+
+    def _enqueued(self, name: str) -> None:
+        """Returns when all copies of an arriving part are enqueued. Raises what kept them from it."""
+        arriving, self._parts[name].arriving = self._parts[name].arriving, None
+        if arriving:
+            arriving.result()
+
     def _free_scratch(self) -> None:
         for whole in self._scratch:
             whole.untyped_storage().resize_(0)
@@ -160,6 +189,12 @@ class HostCopy:
             for whole in part.device:
                 part.host.append(memory[begin : begin + len(whole)])
                 begin += _aligned(len(whole))
+
+    def _take_device_memory(self, parts: Iterable[_Part]) -> None:
+        for part in parts:
+            for whole in part.device:
+                whole.untyped_storage().resize_(len(whole))
+        self._follow_current()  # the memory may be what its work has just used
 
     def _give_back(self) -> None:
         """To the device, where the engine takes memory from, and not from torch's allocator."""
@@ -197,13 +232,6 @@ def _storages(tensors: Iterable[torch.Tensor], taken: set[int]) -> Iterator[torc
         if storage.nbytes() and storage._cdata not in taken:
             taken.add(storage._cdata)
             yield torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        for begin in range(0, len(source), CHUNK_BYTES):
-            end = begin + CHUNK_BYTES
-            target[begin:end].copy_(source[begin:end], non_blocking=True)
 
 
 def _aligned(num_bytes: int) -> int:

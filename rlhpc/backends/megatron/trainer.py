@@ -241,7 +241,13 @@ class MegatronTrainer:
         return int(total)
 
     def _on_device(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        move = partial(torch.Tensor.to, device=self._device, non_blocking=True)
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            """Page-locked, so that all of them are enqueued at once behind what of the optimizer's state is under way;
+            each pageable one would have the host wait for its turn."""
+            if self._device.type == "cuda" and tensor.is_cpu:
+                tensor = tensor.pin_memory()
+            return tensor.to(device=self._device, non_blocking=True)
+
         return [
             replace(
                 batch,

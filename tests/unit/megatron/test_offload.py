@@ -1,5 +1,5 @@
-"""What is where while a trainer's state leaves and comes back. The storages are a CPU's, so every copy is over when it
-returns; what overlaps on a GPU is in tests/distributed/test_megatron_gpu.py."""
+"""What is where while a trainer's state leaves and comes back. The storages are a CPU's, so a copy is over when it
+returns, whichever thread makes it; what overlaps on a GPU is in tests/distributed/test_megatron_gpu.py."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ class State:
             staying=staying,
         )
 
+    def wake(self) -> None:
+        self.host.wake()
+        for part in ("weights", "reference", "optimizer"):
+            self.host.wait_for(part)
+
     def on_device(self) -> dict[str, bool]:
         tensors = {"weights": self.weight, "reference": self.reference, "optimizer": self.moment}
         tensors["gradient"] = self.gradient
@@ -44,8 +49,8 @@ def test_every_view_comes_back_and_gradients_as_zeros() -> None:
     state.host.sleep()
     state.host.sleep()
     assert not any(state.on_device().values())
-    state.host.wake()
-    state.host.wake()
+    state.wake()
+    state.wake()
     assert state.on_device() == GRADIENT_GONE
     assert state.weight.tolist() == [[0, 1], [2, 3]] and state.bias.tolist() == [4, 5] == state.buffer[4:].tolist()
     assert state.alias.tolist() == [2, 3, 4] and state.moment.tolist() == [1, 2, 3]
@@ -60,16 +65,16 @@ def test_every_view_comes_back_and_gradients_as_zeros() -> None:
 def test_what_did_not_change_is_not_copied_again() -> None:
     state = State()
     state.host.sleep()
-    state.host.wake()
+    state.wake()
     state.moment.fill_(-1)  # untold, so that it shows which content comes back
     state.host.sleep()
-    state.host.wake()
+    state.wake()
     assert state.moment.tolist() == [1, 2, 3]
     state.host.before_change("optimizer")
     state.moment.fill_(-2)
     state.buffer.fill_(-2)
     state.host.sleep()
-    state.host.wake()
+    state.wake()
     assert state.moment.tolist() == [-2] * 3 and state.buffer.tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -80,7 +85,7 @@ def test_content_is_found_in_every_state() -> None:
         assert state.host.resident(part) is part
     state.host.begin_sleep()
     lent = [state.host.resident(part) for part in (state.weight.t(), state.alias[1:], state.moment)]
-    for move in (state.host.sleep, state.host.wake, lambda: state.host.before_change("weights", "optimizer")):
+    for move in (state.host.sleep, state.wake, lambda: state.host.before_change("weights", "optimizer")):
         move()
         assert [part.tolist() for part in lent] == [[[0, 2], [1, 3]], [3, 4], [1, 2, 3]]
         assert all(part.untyped_storage().data_ptr() != state.buffer.data_ptr() for part in lent)
@@ -94,12 +99,12 @@ def test_content_is_found_in_every_state() -> None:
 def test_waking_before_asleep_leaves_everything() -> None:
     state = State()
     state.host.begin_sleep()
-    state.host.wake()
+    state.wake()
     assert state.on_device() == GRADIENT_GONE and state.moment.tolist() == [1, 2, 3]
     state.host.before_change("optimizer")
     state.moment.fill_(6)
     state.host.sleep()
-    state.host.wake()
+    state.wake()
     assert state.moment.tolist() == [6, 6, 6]
 
 
@@ -110,7 +115,7 @@ def test_parts_that_stay() -> None:
     state.host.sleep()
     assert state.on_device() == {"weights": True, "reference": True, "optimizer": False, "gradient": False}
     assert state.host.resident(state.alias) is state.alias and state.host.resident(state.moment).tolist() == [1, 2, 3]
-    state.host.wake()
+    state.wake()
     state.host.before_change("weights", "optimizer")
     assert state.host.num_bytes == 64 and state.moment.tolist() == [1, 2, 3]
 
