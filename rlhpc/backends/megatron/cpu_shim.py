@@ -10,6 +10,7 @@ machine `install` does only the last of these. Megatron's own modules get
 * the gather and reduce-scatter of unequal parts, by which expert tensor parallelism exchanges its tokens, as the
   all-to-all that gloo has: its own all_gather and reduce_scatter take equal parts only;
 * `maybe_move_tensor_to_cpu`, which the token dispatcher relies on for numpy split sizes, for tensors already there;
+* the gradient norm and the router's product as they are without Transformer Engine, whose kernels need a device;
 * `te_general_gemm`, undefined in moe_utils.py of 0.16.1 without Transformer Engine although read by the router.
 """
 
@@ -87,6 +88,8 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 
 def install() -> None:
     """Prepares the Megatron modules imported so far. Call after importing them; calling again is harmless."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -101,6 +104,9 @@ def install() -> None:
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     mappings._gather_along_first_dim = _gather_parts(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_parts(mappings._reduce_scatter_along_first_dim)
+    moe_utils.te_general_gemm = None
+    clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
     for user in (moe_utils, token_dispatcher):
         user.maybe_move_tensor_to_cpu = _maybe_numpy
 
