@@ -1,6 +1,7 @@
 import math
 import pickle
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -49,13 +50,13 @@ def test_a_batch_travels_as_arrays_and_arrives_as_it_was():
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(batch, 5, buffer_callback=buffers.append)
     assert len(buffers) == 7  # each tensor's memory, untouched
-    arrived = pickle.loads(pickled, buffers=[bytes(buffer) for buffer in buffers])  # memory that can't be written to
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's, of a tensor over memory that can't be written to
+        arrived = pickle.loads(pickled, buffers=[bytes(buffer) for buffer in buffers])
     for name, value in (vars(batch) | batch.token_fields).items():
         if isinstance(value, torch.Tensor):
             received = arrived.token_fields[name] if name in batch.token_fields else getattr(arrived, name)
             assert received.dtype == value.dtype and torch.equal(received, value), name
-    arrived.input_ids[0] = 1
-    assert batch.input_ids[0] == 5
 
 
 def test_unpack_pads_short_rows_and_keeps_padding_out_of_the_gradient():
