@@ -117,7 +117,7 @@ def attention_backend(wanted: str, device: torch.device, dtype: torch.dtype, hea
 
 def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """What `backend` needs that isn't there, in words; "" when it can run. Sizes are those of aten's flash_attn (torch
-    2.11 to 2.13), and those that cuDNN has a backward for on every chip since Hopper (9.6 to 9.19)."""
+    2.11 to 2.13), and those that cuDNN has a backward for on Hopper and Blackwell (9.6 to 9.19)."""
     if backend is AttnBackend.local:
         return ""
     largest = 128 if backend is AttnBackend.fused else 256
@@ -131,8 +131,9 @@ def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, head_
         return ""
     if transformer_engine is None:
         return "Transformer Engine, which isn't installed"
-    if (capability := torch.cuda.get_device_capability(device)) < (9, 0):
-        return f"a GPU of compute capability 9.0, not {capability[0]}.{capability[1]}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in (9, 10):
+        return f"a GPU of compute capability 9 or 10, not {major}.{minor}"
     if (cudnn := torch.backends.cudnn.version() or 0) < 90600:  # older ones plan anew for every maximum length
         return f"cuDNN 9.6, not {cudnn // 10000}.{cudnn // 100 % 100}"
     return ""
