@@ -148,7 +148,7 @@ def test_cancelled_at_once(workplace: Workplace) -> None:
     assert workplace.rlhpc("cancel", "--now", job) == (
         f"{run}: cancelled; no checkpoint yet; rlhpc resume {run} goes on with it\n"
     )
-    assert workplace.slurm.state(job) == "CANCELLED"
+    assert workplace.slurm.state(job) in ("CANCELLED", "FAILED")  # its batch script may leave before Slurm ends it
     assert workplace.slurm.processes(job) == []
 
 
