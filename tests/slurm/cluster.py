@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -48,6 +47,9 @@ class Cluster:
 
     def script(self, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs scripts/minislurm.sh on this instance; raises with its output when it refuses."""
+        return run(["bash", str(SCRIPT), verb, *arguments], self._script_environ(), timeout_s=600)
+
+    def _script_environ(self) -> dict[str, str]:
         variables = {
             "MINISLURM_DIR": str(self.directory),
             "MINISLURM_PORT": str(self.port),
@@ -59,7 +61,9 @@ class Cluster:
             path = self.directory.with_suffix(".conf")
             path.write_text(self.extra)
             variables["MINISLURM_EXTRA"] = str(path)
-        return run(["bash", str(SCRIPT), verb, *arguments], self.environ(**variables), timeout_s=600)
+        environ = self.environ(**variables)
+        del environ["SLURM_CONF"]  # the script's own to set
+        return environ
 
     def up(self) -> None:
         """Starts what isn't running: all of it, or nodes that were switched off."""
@@ -67,6 +71,20 @@ class Cluster:
 
     def down(self) -> None:
         self.script("down")
+
+    def guard(self) -> subprocess.Popen[str]:
+        """A process that takes the instance away when its standard input closes: when this process wants it, or ends
+        in whatever way."""
+        remove = f"read -r; bash {SCRIPT} down && rm -rf {self.directory} {self.directory.with_suffix('.conf')}"
+        return subprocess.Popen(
+            ["bash", "-c", remove],
+            env=self._script_environ(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # out of reach of a terminal's Ctrl-C
+        )
 
     def power_off(self, node: str) -> None:
         """Kills the node's daemon and the processes of its jobs at once. `up()` brings it back."""
@@ -234,13 +252,13 @@ def own_cluster(tag: str, nodes: int = 4, extra: str = "", proctrack: str = "cgr
     """An instance that meets no other on this machine, and is gone afterwards. `tag` is a small letter or a few."""
     letters = "".join(chr(ord("a") + int(digit)) for digit in str(os.getpid()))
     cluster = Cluster(Path(f"/tmp/ms-{tag}{letters}"), free_ports(40), f"{tag}{letters}", nodes, extra, proctrack)
+    guard = cluster.guard()
     try:
         cluster.up()
         yield cluster
     finally:
-        cluster.down()
-        shutil.rmtree(cluster.directory, ignore_errors=True)
-        cluster.directory.with_suffix(".conf").unlink(missing_ok=True)
+        said, _ = guard.communicate(timeout=120)
+    assert guard.returncode == 0, said
 
 
 @contextmanager
