@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from rlhpc.cluster.placement import Placement
+from rlhpc.cluster.ports import claim_block
 from rlhpc.cluster.ray_node import RAY_ENVIRONMENT
 from rlhpc.cluster.session import TOKEN_VARIABLE, Reaper, open_session
 from rlhpc.cluster.stop import STOP_SIGNALS, blocked
@@ -48,14 +48,9 @@ def local_ray(cluster: ClusterConfig, *, num_ranks: int, num_gpus: int) -> Itera
                 _temp_dir=str(session.directory),
                 _node_ip_address="127.0.0.1",
             )
-        yield Placement(("127.0.0.1", _free_port()), num_ranks)
+        with closing(claim_block(session.token, 0)) as ports:  # the ranks listen there many seconds later
+            yield Placement(("127.0.0.1", ports["master"]), num_ranks)
     finally:
         ray.shutdown()
         os.environ.pop(TOKEN_VARIABLE, None)
         reaper.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

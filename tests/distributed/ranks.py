@@ -7,15 +7,16 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from rlhpc.cluster.ports import claim_block
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,15 +27,12 @@ def run_ranks(
     """Calls `module:function(**kwargs)` in `world_size` processes with torchrun's environment (gloo is the function's
     to initialise) and returns the results in rank order. A failing or late rank ends all of them and raises with the
     tail of every rank's output. `fresh` ranks have imported nothing yet."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, closing(claim_block("tests", os.getpid())) as ports:
         processes = []
         for rank in range(world_size):
             env = os.environ | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports["master"]),
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             }  # fmt: skip

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from rlhpc.cluster.ports import claim_block
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/minislurm.sh"
@@ -234,31 +235,20 @@ def wait_until(
         time.sleep(0.1)
 
 
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row, below the ephemeral ones, that nobody listens on."""
-    for first in range(20000 + os.getpid() % 200 * count, 32000 - count, count):
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-            return first
-        except OSError:
-            continue
-    raise AssertionError(f"no {count} free ports in a row between 20000 and 32000")
-
-
 @contextmanager
 def own_cluster(tag: str, nodes: int = 4, extra: str = "", proctrack: str = "cgroup") -> Iterator[Cluster]:
     """An instance that meets no other on this machine, and is gone afterwards. `tag` is a small letter or a few."""
     letters = "".join(chr(ord("a") + int(digit)) for digit in str(os.getpid()))
-    cluster = Cluster(Path(f"/tmp/ms-{tag}{letters}"), free_ports(40), f"{tag}{letters}", nodes, extra, proctrack)
-    guard = cluster.guard()
-    try:
-        cluster.up()
-        yield cluster
-    finally:
-        said, _ = guard.communicate(timeout=120)
-    assert guard.returncode == 0, said
+    with closing(claim_block("minislurm", os.getpid())) as ports:
+        port = ports.base + 1
+        cluster = Cluster(Path(f"/tmp/ms-{tag}{letters}"), port, f"{tag}{letters}", nodes, extra, proctrack)
+        guard = cluster.guard()
+        try:
+            cluster.up()
+            yield cluster
+        finally:
+            said, _ = guard.communicate(timeout=120)
+        assert guard.returncode == 0, said
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def test_two_instances_and_no_remains(slurm: Cluster, tmp_path: Path) -> None:
 
 
 def test_prefix_in_use_is_refused(slurm: Cluster, tmp_path: Path) -> None:
-    env = {**os.environ, "MINISLURM_DIR": str(tmp_path / "second"), "MINISLURM_PREFIX": slurm.prefix}
+    env = {**os.environ, "MINISLURM_DIR": f"{slurm.directory}/second", "MINISLURM_PREFIX": slurm.prefix}
     done = subprocess.run(["bash", SCRIPT, "up"], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert f"has nodes {slurm.prefix}1 ...; choose another MINISLURM_PREFIX" in done.stderr
