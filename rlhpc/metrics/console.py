@@ -75,6 +75,10 @@ class Console:
         """How far a phase of a step has come, 0 to 1; on a terminal only."""
         self._bar.update(self._task, phase=f"step {step} {phase} {fraction:4.0%}")
 
+    def doing(self, text: str) -> None:
+        """What takes its time, beside the time that has passed; on a terminal only."""
+        self._bar.update(self._task, phase=text, refresh=True)
+
     def row(self, step: int, record: Mapping[str, float]) -> None:
         """A step's line. `record` holds perf/time_per_step, which the remaining time is estimated from."""
         if step > 0:

@@ -68,6 +68,10 @@ class Reporter:
         """Moves the progress bar: `fraction` of the phase, 0 to 1."""
         self._console.progress(step, phase, fraction)
 
+    def doing(self, text: str) -> None:
+        """Says beside the progress bar what takes its time."""
+        self._console.doing(text)
+
     def cut_back(self, step: int) -> None:
         """Forgets the lines of `step` and later: the loop logs the step it resumes from once more."""
         self._file.truncate_after(step - 1)

@@ -62,6 +62,7 @@ def _origins(run: Run, origin: Origin | None) -> TrainState | None:
     for line in differing(settings_of(origin), run.cfg, read_model_config(run.cfg.actor_rollout_ref.model.path)):
         run.reporter.say(f"  differs  {line}")
     if origin.root is None:
+        run.reporter.doing("reading weights")
         run.ranks.load_weights(origin.path, run.stop.check)
         return TrainState(0, run.cursor.state())
 
@@ -102,19 +103,19 @@ def newest_loadable(
 
 def _load_all(run: Run, manifest: CheckpointManifest) -> None:
     run.cursor.load(_state_of(manifest).cursor)  # refuses other data before the ranks read anything
-    _settled(run, lambda: run.ranks.load(manifest.directory, run.stop.check))
+    _read(run, manifest, run.ranks.load)
 
 
 def _load_weights(run: Run, manifest: CheckpointManifest) -> None:
-    _settled(run, lambda: run.ranks.load_weights(manifest.directory, run.stop.check))
+    _read(run, manifest, run.ranks.load_weights)
 
 
-def _settled(run: Run, load: Callable[[], None]) -> None:
-    """After one rank has refused, others may still be reading."""
+def _read(run: Run, manifest: CheckpointManifest, load: Callable[[Path, Callable[[], None]], None]) -> None:
+    run.reporter.doing(f"reading {manifest.size_bytes / 2**30:.1f} GiB")
     try:
-        load()
+        load(manifest.directory, run.stop.check)
     except CheckpointError:
-        run.ranks.settle()
+        run.ranks.settle()  # others may still be reading
         raise
 
 

@@ -132,6 +132,7 @@ def test_a_terminal_gets_a_bar_below_the_same_lines() -> None:
     reader.start()
     with os.fdopen(follower, "w") as stream:
         console = Console(4, stream)
+        console.doing("reading 61.2 GiB")
         console.progress(1, "gen", 0.5)
         console.row(1, {"perf/time_per_step": 2.0, "critic/score/mean": 0.375})
         console.progress(2, "testing", 0.25)
@@ -143,6 +144,7 @@ def test_a_terminal_gets_a_bar_below_the_same_lines() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
     assert "\x1b[" in output and "━" in output
     assert re.search(r"1/4 +0\.375", text) and "step 2 testing  25%" in text
+    assert "reading 61.2 GiB" in text
     assert re.search(r"\d\d:\d\d:\d\d  a note", text)
     assert output.rstrip("\n").endswith("\x1b[2K"), "the bar is wiped at the end"
 
