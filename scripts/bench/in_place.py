@@ -71,9 +71,9 @@ def cycles(
     settings: Mapping[str, Any] | None = None,
     look: bool = False,
 ) -> dict[str, Any]:
-    """Publishes, generates and updates `num` times. Seconds of each cycle's publish and begin_update and of their
-    parts, as usage.py has them; sampled tokens and logprobs; bytes of memory by phase, of the last cycle; `look`:
-    hashes of the engine's parameters before each generation."""
+    """Publishes, generates and updates `num` times. Seconds of each cycle's calls and of their parts, as usage.py has
+    them; sampled tokens and logprobs; bytes of memory by phase, of the last cycle; `look`: hashes of the engine's
+    parameters before each generation."""
     rank = worker(model, in_place, device, settings or {}, log)
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     rng = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def cycles(
         rank.answer("publish", "publish", cycle)
         if look:
             outcome["weights"].append(hashes(rank))
-        completions = rank.generate(prompts, SAMPLING, seed=cycle)
+        completions = rank.answer("generate", "generate", prompts, SAMPLING, seed=cycle)
         outcome["samples"].append([(c.token_ids.tolist(), c.logprobs.tolist()) for c in completions])
         generating = memory()
         rank.answer("begin_update", "begin_update")
