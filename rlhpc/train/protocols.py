@@ -110,8 +110,7 @@ class Trainer(WeightSource, Protocol):
         ...
 
     def wake(self) -> None:
-        """Returns when what the caller does next finds the weights; the rest is on its way, and waited for by who
-        needs it."""
+        """Returns when what the caller does next finds the weights; the rest comes while it isn't needed yet."""
         ...
 
     def state_pieces(self) -> TrainerState:

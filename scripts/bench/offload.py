@@ -72,7 +72,7 @@ class Cycle:
     def train(self) -> None:
         begin = time.perf_counter()
         batches = batches_of(self._trainer, self._made, self._args)
-        self.times["logprobs of it"].append(time.perf_counter() - begin)
+        self.times["logprobs"].append(time.perf_counter() - begin)
         self._trainer.step(batches, self._loss)
 
     def read(self) -> None:
@@ -116,7 +116,7 @@ class Cycle:
         self._trainer.wake()
         begin = time.perf_counter()
         batches = batches_of(self._trainer, self._made, self._args)
-        self.times["logprobs while arriving"].append(time.perf_counter() - begin)
+        self.times["logprobs after wake"].append(time.perf_counter() - begin)
         self._trainer.step(batches, self._loss)
 
 

@@ -57,9 +57,12 @@ class PackedSequences(PackedSeqParams):
         device = batch.input_ids.device
         bounds = batch.cu_seqlens.tolist()
         spans = sorted(zip(bounds, bounds[1:], strict=False), key=lambda span: span[1] - span[0])
-        order = torch.cat([torch.arange(start, stop) for start, stop in spans]).to(device)
-        input_ids, position_ids = batch.input_ids[order], batch.position_ids[order]
         lengths = [stop - start for start, stop in spans]
+        # Made there: a copy of this size would wait for all that comes from host memory (offload.py).
+        starts, counts = torch.tensor([[start for start, _ in spans], lengths], device=device)
+        order = torch.arange(sum(lengths), device=device)
+        order += torch.repeat_interleave(starts - counts.cumsum(0) + counts, counts, output_size=len(order))
+        input_ids, position_ids = batch.input_ids[order], batch.position_ids[order]
         if filler := -len(order) % multiple:
             input_ids = torch.cat([input_ids, input_ids.new_zeros(filler)])
             position_ids = torch.cat([position_ids, torch.arange(filler, device=device)])

@@ -1,14 +1,17 @@
 """Frees device memory of the trainer's state while the rollout engine uses the device.
 
 What is kept travels to page-locked host memory and back on a stream of its own: out while the weights are published,
-which only reads them; back while training has begun, which needs the weights first and the optimizer's state last.
+which only reads them; back part by part, each while what doesn't need it yet is computed.
+
+Small copies don't overtake large ones: while gigabytes come over PCIe, the device lets every other copy to it of more
+than 64 KiB wait for the last of them, in whatever chunks they come, whatever the stream; kernels, copies within the
+device, copies to the host and allocations go on (measured on an H200). So whoever has batches to bring over does that
+before it brings a part.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,9 +19,6 @@ import torch
 from rlhpc.backends.megatron.host_memory import check_free, page_locked, ranks_here
 from rlhpc.errors import ConfigError
 
-# The device takes copies in the order in which they are enqueued, on whatever stream, so that a step's batches would
-# come behind gigabytes of the optimizer's state, if more than a few chunks of that were enqueued at a time.
-CHUNK_BYTES, NUM_UNDER_WAY = 64 * 2**20, 3
 ALIGNMENT = 64  # bytes; a multiple of every element's size
 
 
@@ -28,16 +28,16 @@ class _Part:
     def __init__(self, device: list[torch.Tensor]) -> None:
         self.device = device  # uint8, each over a whole storage
         self.host: list[torch.Tensor] = []  # as many, of the same lengths
+        self.is_here = True  # on the device, or on the way to it
         self.is_copied = False  # host memory has the content, or will have it when the copies under way are over
-        self.arriving: Future[None] | None = None  # the thread that enqueues its copies
-        self.arrived: torch.cuda.Event | None = None  # the last of them
+        self.arrived: torch.cuda.Event | None = None
 
 
 class HostCopy:
     """Moves the storages of device tensors to host memory and back; every view of them stays valid.
 
-    A storage belongs to the first of the `parts` that has a tensor in it, and comes back in their order. What is
-    copied once isn't copied again until `before_change`. `scratch` tensors are freed without a copy and come back as
+    A storage belongs to the first of the `parts` that has a tensor in it. What is copied once isn't copied again until
+    `before_change`. `scratch` tensors are freed without a copy and come back as
     zeros when `take_scratch` asks for them. What is `staying` remains on the device. The host memory, of exactly the
     size that is needed, is taken by the first sleep and kept: page-locking takes longer than a copy.
 
@@ -64,7 +64,6 @@ class HostCopy:
         self._has_scratch = True
         on_cuda = any(whole.is_cuda for part in self._parts.values() for whole in part.device)
         self._stream = torch.cuda.Stream() if on_cuda else None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
 
     @property
     def num_bytes(self) -> int:
@@ -82,8 +81,7 @@ class HostCopy:
         with self._on_stream():
             for part in self._parts.values():
                 if not part.is_copied:
-                    for host, whole in zip(part.host, part.device, strict=True):
-                        host.copy_(whole, non_blocking=True)
+                    _copy_each(part.host, part.device)
                     part.is_copied = True
         self._state = "leaving"
 
@@ -92,35 +90,38 @@ class HostCopy:
         self.begin_sleep()
         if self._state == "asleep":
             return
-        for name in self._parts:
-            self._enqueued(name)  # of a trainer that goes to sleep while parts arrive
         if self._stream:
-            self._stream.synchronize()
+            self._stream.synchronize()  # copies out, and those in of a trainer that goes to sleep again at once
         for part in self._parts.values():
+            part.is_here = False
             for whole in part.device:
                 whole.untyped_storage().resize_(0)
         self._give_back()
         self._state = "asleep"
 
     def wake(self) -> None:
-        """Takes device memory and sets off the copies from host memory, part by part; `wait_for` tells who must wait
-        for which. After a `begin_sleep` alone everything is still there."""
-        if self._state == "asleep":
-            first, *others = self._parts.values()
-            self._take_device_memory([first])
-            self._bring(first, paced=False)  # nobody can go on without it
-            self._take_device_memory(others)
-            for part in others:
-                part.arriving = self._thread.submit(self._bring, part, paced=True)
-        elif self._state == "leaving" and self._stream:
+        """Lets parts come back, each when it is asked for. After a `begin_sleep` alone everything is still there."""
+        if self._state == "leaving" and self._stream:
             torch.cuda.current_stream().wait_stream(self._stream)  # what changes tensors comes after their copies
         self._state = "awake"
 
-    def wait_for(self, name: str) -> None:
-        """What is enqueued from here on finds the part on the device. The host waits until its last copies are under
-        way."""
+    def bring(self, name: str) -> None:
+        """Takes a part's device memory and sets off its copies from host memory, unless it is there or on its way."""
         assert self._state != "asleep", f"{name} is needed while asleep; wake comes first"
-        self._enqueued(name)
+        part = self._parts[name]
+        if part.is_here:
+            return
+        for whole in part.device:
+            whole.untyped_storage().resize_(len(whole))
+        self._follow_current()  # the memory may be what its work has just used
+        with self._on_stream():
+            _copy_each(part.device, part.host)
+            part.arrived = self._stream.record_event() if self._stream else None
+        part.is_here = True
+
+    def wait_for(self, name: str) -> None:
+        """What is enqueued from here on finds the part on the device. The host doesn't wait."""
+        self.bring(name)
         arrived = self._parts[name].arrived
         if arrived is not None:
             torch.cuda.current_stream().wait_event(arrived)
@@ -152,26 +153,6 @@ class HostCopy:
         host = part.host[index].view(tensor.dtype)
         return host.as_strided(tensor.size(), tensor.stride(), host.storage_offset() + tensor.storage_offset())
 
-    def _bring(self, part: _Part, *, paced: bool) -> None:
-        """Enqueues a part's copies from host memory: all at once, or chunk after chunk with few under way."""
-        under_way: deque[torch.cuda.Event] = deque()
-        with self._on_stream():
-            for whole, host in zip(part.device, part.host, strict=True):
-                size = CHUNK_BYTES if paced else len(whole)
-                for target, source in zip(whole.split(size), host.split(size), strict=True):
-                    if len(under_way) == NUM_UNDER_WAY:
-                        under_way.popleft().synchronize()
-                    target.copy_(source, non_blocking=True)
-                    if paced and self._stream:
-                        under_way.append(self._stream.record_event(torch.cuda.Event(blocking=True)))
-            part.arrived = self._stream.record_event() if self._stream else None
-
-    def _enqueued(self, name: str) -> None:
-        """Returns when all copies of an arriving part are enqueued. Raises what kept them from it."""
-        arriving, self._parts[name].arriving = self._parts[name].arriving, None
-        if arriving:
-            arriving.result()
-
     def _free_scratch(self) -> None:
         for whole in self._scratch:
             whole.untyped_storage().resize_(0)
@@ -189,12 +170,6 @@ class HostCopy:
             for whole in part.device:
                 part.host.append(memory[begin : begin + len(whole)])
                 begin += _aligned(len(whole))
-
-    def _take_device_memory(self, parts: Iterable[_Part]) -> None:
-        for part in parts:
-            for whole in part.device:
-                whole.untyped_storage().resize_(len(whole))
-        self._follow_current()  # the memory may be what its work has just used
 
     def _give_back(self) -> None:
         """To the device, where the engine takes memory from, and not from torch's allocator."""
@@ -232,6 +207,11 @@ def _storages(tensors: Iterable[torch.Tensor], taken: set[int]) -> Iterator[torc
         if storage.nbytes() and storage._cdata not in taken:
             taken.add(storage._cdata)
             yield torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -168,8 +168,9 @@ class MegatronTrainer:
             )
         module = self._policy.module if model == "policy" else self._reference
         assert module is not None
-        self._host.wait_for("weights" if model == "policy" else "reference")
         batches = self._on_device(batches)
+        self._host.wait_for("weights" if model == "policy" else "reference")
+        self._host.bring("reference")  # during the policy's logprobs
 
         def collect(hidden: torch.Tensor, batch: PackedBatch, packed: Any, non_loss_data: bool) -> torch.Tensor:
             return module.logprobs(hidden, batch, packed, temperature)[0]
@@ -183,6 +184,7 @@ class MegatronTrainer:
         """See Trainer. Raises TrainingError on all ranks, with nothing changed, for a non-finite loss or gradient."""
         module = self._policy.module
         batches = self._on_device(batches)
+        self._host.bring("optimizer")  # during forward and backward
         no_tokens = torch.zeros((), dtype=torch.int, device=self._device)
 
         def calculate(hidden: torch.Tensor, batch: PackedBatch, packed: Any) -> tuple[Any, ...]:
@@ -241,13 +243,7 @@ class MegatronTrainer:
         return int(total)
 
     def _on_device(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            """Page-locked, so that all of them are enqueued at once behind what of the optimizer's state is under way;
-            each pageable one would have the host wait for its turn."""
-            if self._device.type == "cuda" and tensor.is_cpu:
-                tensor = tensor.pin_memory()
-            return tensor.to(device=self._device, non_blocking=True)
-
+        move = partial(torch.Tensor.to, device=self._device, non_blocking=True)
         return [
             replace(
                 batch,

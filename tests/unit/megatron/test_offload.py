@@ -1,5 +1,5 @@
-"""What is where while a trainer's state leaves and comes back. The storages are a CPU's, so a copy is over when it
-returns, whichever thread makes it; what overlaps on a GPU is in tests/distributed/test_megatron_gpu.py."""
+"""What is where while a trainer's state leaves and comes back. The storages are a CPU's, so every copy is over when it
+returns; what overlaps on a GPU is in tests/distributed/test_megatron_gpu.py."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ def test_every_view_comes_back_and_gradients_as_zeros() -> None:
     state.host.begin_sleep()
     assert state.on_device() == GRADIENT_GONE and state.weight.tolist() == [[0, 1], [2, 3]]  # readable meanwhile
     state.host.sleep()
+    state.host.sleep()
+    assert not any(state.on_device().values())
+    state.host.wake()
+    state.host.wait_for("weights")  # the others come when they are asked for
+    assert state.on_device() == {"weights": True, "reference": False, "optimizer": False, "gradient": False}
     state.host.sleep()
     assert not any(state.on_device().values())
     state.wake()
