@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rlhpc.backends.megatron.attention import BACKENDS, PackedAttention, PackedSequences, attention_backend
+from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences
+from rlhpc.backends.megatron.attention_backend import BACKENDS, Heads, attention_backend
 from rlhpc.backends.megatron.model import transformer_config
 from rlhpc.data.packing import TokenSequence, pack
 from rlhpc.errors import ConfigError
@@ -63,7 +64,8 @@ class Setting:
         return (*(x.requires_grad_() for x in (query, key, value)), gradient.flatten(1))
 
     def attention(self, backend: str) -> PackedAttention:
-        chosen = attention_backend(backend, self.device, self.dtype, self.facts.head_dim)
+        heads = Heads.of(self.facts.num_heads, self.facts.num_kv_heads, self.facts.head_dim, tp=1)
+        chosen = attention_backend(backend, self.device, self.dtype, heads)
         config = transformer_config(self.facts, ParallelLayout(), self.dtype, attention=chosen, recompute=False)
         return PackedAttention(config)
 

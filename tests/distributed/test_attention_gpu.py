@@ -10,7 +10,8 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences, attention_backend
+from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences
+from rlhpc.backends.megatron.attention_backend import Heads, attention_backend
 from rlhpc.data.packing import TokenSequence, pack
 
 pytestmark = [
@@ -50,7 +51,7 @@ def test_equals_softmax_written_out(backend: str, heads: int, kv_heads: int, hea
     config = TransformerConfig(
         num_layers=1, hidden_size=heads * head_dim, num_attention_heads=heads, num_query_groups=kv_heads,
         kv_channels=head_dim, attention_dropout=0.0,
-        attention_backend=attention_backend(backend, CUDA, torch.bfloat16, head_dim),
+        attention_backend=attention_backend(backend, CUDA, torch.bfloat16, Heads(heads, kv_heads, head_dim)),
     )  # fmt: skip
     attention = PackedAttention(config)
     for lengths in map(sorted, BATCHES):

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlhpc.backends.megatron.attention_backend import Heads, dot_product, flash_attention, fused_attention
 from rlhpc.backends.megatron.fused import fused
 from rlhpc.data.types import PackedBatch
-from rlhpc.errors import ConfigError
 from rlhpc.reshard.families import ModelFacts
-
-try:
-    import transformer_engine
-    from transformer_engine.pytorch import DotProductAttention
-except ImportError:
-    transformer_engine = None
-
-TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.13
-BACKENDS = (AttnBackend.fused, AttnBackend.flash, AttnBackend.local)  # the fastest first
-KEY = "actor_rollout_ref.actor.megatron.attention_backend"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -94,54 +80,6 @@ def rotary_frequencies(facts: ModelFacts) -> torch.Tensor:
     return frequencies / scaling.factor + kept.clamp(0, 1) * (frequencies - frequencies / scaling.factor)
 
 
-def attention_backend(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttnBackend:
-    """The one of BACKENDS with this name, or for "auto" the fastest that this machine and model have:
-
-    fused  cuDNN's, through Transformer Engine (its DotProductAttention over cu_seqlens)
-    flash  torch's own over cu_seqlens, which is FlashAttention 2 (torch.nn.attention.varlen)
-    local  torch's scaled_dot_product_attention of all sequences of one length at a time
-
-    Raises ConfigError for an unknown name, and for one whose needs aren't met.
-    """
-    lacks = {backend.name: _lacks(backend, device, dtype, head_dim) for backend in BACKENDS}
-    fastest = next(name for name, lack in lacks.items() if not lack)
-    if wanted not in ("auto", *lacks):
-        raise ConfigError(f"{KEY}={wanted!r} is unknown; choose auto, {', '.join(lacks)}")
-    if lack := lacks.get(wanted):
-        raise ConfigError(f"{KEY}={wanted} needs {lack}; set auto, which takes {fastest} here")
-    if wanted == "auto":
-        wanted = fastest
-        slower_than = [f"{name} needs {lack}" for name, lack in lacks.items() if lack]
-        logger.info("attention: %s", "; ".join([wanted, *slower_than]))
-    else:
-        logger.info("attention: %s, as configured", wanted)
-    return AttnBackend[wanted]
-
-
-def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """What `backend` needs that isn't there, in words; "" when it can run. Sizes are those of aten's flash_attn (torch
-    2.11 to 2.13), and those that cuDNN has a backward for on Hopper and Blackwell (9.6 to 9.19)."""
-    if backend is AttnBackend.local:
-        return ""
-    largest = 128 if backend is AttnBackend.fused else 256
-    if device.type != "cuda":
-        return "a CUDA device"
-    if dtype.itemsize != 2:
-        return f"a 16-bit model.dtype, not {str(dtype).removeprefix('torch.')}"
-    if head_dim > largest or head_dim % 8:
-        return f"head_dim={head_dim} to be a multiple of 8 up to {largest}"
-    if backend is AttnBackend.flash:
-        return ""
-    if transformer_engine is None:
-        return "Transformer Engine, which isn't installed"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major not in (9, 10):
-        return f"a GPU of compute capability 9 or 10, not {major}.{minor}"
-    if (cudnn := torch.backends.cudnn.version() or 0) < 90600:  # older ones plan anew for every maximum length
-        return f"cuDNN 9.6, not {cudnn // 10000}.{cudnn // 100 % 100}"
-    return ""
-
-
 class PackedAttention(torch.nn.Module):
     """Megatron's core attention slot: rotary embedding, then causal attention within each sequence, by the backend that
     `config.attention_backend` names (attention_backend finds it).
@@ -152,17 +90,10 @@ class PackedAttention(torch.nn.Module):
     def __init__(self, config: TransformerConfig, **slot: object) -> None:
         super().__init__()
         self.backend = config.attention_backend
-        self.scale = config.softmax_scale  # None: 1 / sqrt(head_dim)
         if self.backend is AttnBackend.fused:
             tp = config.tensor_model_parallel_size
-            self.dot_product = DotProductAttention(
-                config.num_attention_heads // tp,
-                config.kv_channels,
-                num_gqa_groups=max(1, config.num_query_groups // tp),
-                qkv_format="thd",
-                attn_mask_type="padding_causal",
-                softmax_scale=self.scale,
-            )
+            heads = Heads.of(config.num_attention_heads, config.num_query_groups, config.kv_channels, tp)
+            self.dot_product = dot_product(heads)
 
     def forward(
         self,
@@ -183,34 +114,10 @@ class PackedAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
         """The same without rotation."""
-        if self.backend is AttnBackend.fused:
-            return self._fused(query, key, value.contiguous(), packed)
-        if self.backend is AttnBackend.flash:
-            return self._flash(query, key, value.contiguous(), packed)
-        return self._by_length(query, key, value, packed)
-
-    def _fused(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
-    ) -> torch.Tensor:
-        output: torch.Tensor = self.dot_product(
-            query,
-            key,
-            value,
-            cu_seqlens_q=packed.cu_seqlens_q,
-            cu_seqlens_kv=packed.cu_seqlens_kv,
-            max_seqlen_q=packed.max_seqlen_q,
-            max_seqlen_kv=packed.max_seqlen_kv,
-        )
-        return output
-
-    def _flash(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
-    ) -> torch.Tensor:
-        options = {"enable_gqa": True} if TAKES_GROUPS else {}
-        if not TAKES_GROUPS and query.shape[1] != key.shape[1]:
-            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-        spans = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
-        return varlen_attn(query, key, value, *spans, scale=self.scale, window_size=(-1, 0), **options).flatten(1)
+        if self.backend not in (AttnBackend.fused, AttnBackend.flash):
+            return self._by_length(query, key, value, packed)
+        attend = partial(fused_attention, self.dot_product) if self.backend is AttnBackend.fused else flash_attention
+        return attend(query, key, value.contiguous(), packed.cu_seqlens_q, packed.max_seqlen_q)
 
     def _by_length(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
@@ -221,9 +128,7 @@ class PackedAttention(torch.nn.Module):
             packed.runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
         ):
             q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in qkv)
-            output = scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
             outputs.append(output.transpose(1, 2).reshape(count * length, -1))
         return torch.cat(outputs)
 

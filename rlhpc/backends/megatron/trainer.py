@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rlhpc.backends.megatron import cpu_shim
-from rlhpc.backends.megatron.attention import attention_backend
+from rlhpc.backends.megatron.attention_backend import Heads, attention_backend
 from rlhpc.backends.megatron.experts import balance_loss, expert_balance, start_balance_loss
 from rlhpc.backends.megatron.in_place import keep_in_place, place_experts
 from rlhpc.backends.megatron.loss import microbatch_loss
@@ -73,7 +73,7 @@ class MegatronTrainer:
             cfg.actor_rollout_ref.actor.megatron.attention_backend,
             self._device,
             DTYPES[model_cfg.dtype],
-            self._facts.head_dim,
+            Heads.of(self._facts.num_heads, self._facts.num_kv_heads, self._facts.head_dim, self._layout.tp),
         )
         self._balance_coeff = cfg.actor_rollout_ref.actor.megatron.moe_aux_loss_coeff
         if self._balance_coeff and not self._facts.num_experts:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences, attention_backend
+from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences
+from rlhpc.backends.megatron.attention_backend import Heads, attention_backend
 from rlhpc.data.packing import TokenSequence, pack
 from rlhpc.data.types import PackedBatch
 from rlhpc.errors import ConfigError
@@ -109,8 +110,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_the_fastest_backend_that_runs_is_taken(
     device: torch.device, dtype: torch.dtype, head_dim: int, fastest: str
 ) -> None:
-    assert attention_backend("auto", device, dtype, head_dim).name == fastest
-    assert attention_backend("local", device, dtype, head_dim).name == "local"
+    assert attention_backend("auto", device, dtype, Heads(8, 2, head_dim)).name == fastest
+    assert attention_backend("local", device, dtype, Heads(8, 2, head_dim)).name == "local"
 
 
 @pytest.mark.parametrize(
@@ -139,4 +140,4 @@ def test_a_backend_that_cannot_run_is_refused(
     wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"actor.megatron.attention_backend{why.removeprefix('attention_backend')}"):
-        attention_backend(wanted, device, dtype, head_dim)
+        attention_backend(wanted, device, dtype, Heads(8, 2, head_dim))
