@@ -20,18 +20,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlhpc.metrics.jsonl import MetricsFile
 from scripts.bench.machine import RESULTS, ROOT, hardware, place, versions
-from scripts.bench.step import command, prepare
+from scripts.bench.workload import Workload
 
+FOLDER = ROOT / "outputs/bench/loops"
 CASES = ("ep2-tp2", "ep2-tp2ep", "tp2-tp2ep", "dp2-dp2")
 TRAINER = {"tp": "tensor_model", "pp": "pipeline_model", "ep": "expert_model", "etp": "expert_tensor"}
 SHOWN = {  # what a step says, by its short name
@@ -62,21 +60,6 @@ def overrides_of(case: str) -> list[str]:
     return found
 
 
-def run_case(case: str, args: argparse.Namespace, model: Path, files: list[str], device: str) -> list[dict[str, Any]]:
-    """The metrics of the case's steps."""
-    run_dir = ROOT / f"outputs/bench/loops/{case}"
-    shutil.rmtree(run_dir, ignore_errors=True)
-    asked = argparse.Namespace(**vars(args), warm_up=0)
-    asked.overrides = [
-        "reshard.verify_every=1", f"actor_rollout_ref.model.dtype={args.dtype}",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4", *overrides_of(case), *args.overrides,
-    ]  # fmt: skip
-    done = subprocess.run(command(asked, model, files, run_dir, device), cwd=ROOT)
-    if done.returncode:
-        raise SystemExit(f"case {case} ended with {done.returncode}; its logs are in {run_dir}/logs")
-    return [row for row in MetricsFile(run_dir / "metrics.jsonl").read() if row["step"] > 0]
-
-
 def show(rows: dict[str, list[dict[str, Any]]]) -> None:
     print(f"\n{'step':>4} {'case':14}" + "".join(f"{name:>14}" for name in SHOWN))
     for step in range(len(next(iter(rows.values())))):
@@ -88,16 +71,9 @@ def show(rows: dict[str, list[dict[str, Any]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"default: {' '.join(CASES)}")
-    parser.add_argument("--ranks", type=int, default=2, help="a GPU each")
-    parser.add_argument("--layers", type=int, default=2, help="of the slice")
-    parser.add_argument("--model", type=Path, help="an HF directory with weights and tokenizer, in place of the slice")
-    parser.add_argument("--train-files", nargs="*", default=[], help="problems such as GSM8K's train.jsonl")
+    Workload.add_arguments(parser, ranks=2, layers=2, prompts=16, n=4, response=32)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=16, help="a step")
-    parser.add_argument("--n", type=int, default=4, help="answers to each")
-    parser.add_argument("--response", type=int, default=32, help="tokens of an answer")
-    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(100, 200), metavar=("SHORTEST", "LONGEST"))
     parser.add_argument("--suffix", default="", help="of the result's name")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--override", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
@@ -106,10 +82,16 @@ def main() -> None:
     for case in args.cases:
         overrides_of(case)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, files = prepare(argparse.Namespace(**vars(args), warm_up=0), device)
+    workload = Workload.of(args)
+    model, files = workload.prepare(device, args.steps)
+    common = [
+        "reshard.verify_every=1", f"actor_rollout_ref.model.dtype={args.dtype}",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+    ]  # fmt: skip
     rows: dict[str, list[dict[str, Any]]] = {}
     for case in args.cases:
-        rows[case] = run_case(case, args, model, files, device)
+        overrides = [*common, *overrides_of(case), *args.overrides]
+        _, *rows[case] = workload.run(model, files, FOLDER / case, device, args.steps, overrides)
         show(rows)
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     report = {

@@ -24,12 +24,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import shutil
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +34,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhpc.metrics.jsonl import MetricsFile
 from rlhpc.metrics.timer import phase_seconds
 from rlhpc.reshard.families import ModelFacts, family_for
 from scripts.bench.machine import RESULTS, ROOT, hardware, place, versions
 from scripts.bench.memory import LEAK_GIB, leaks, memory_of, table
-from scripts.bench.prompts import CHAT_TOKENS, write_problems, write_tokenizer
 from scripts.bench.sync import QWEN3_30B
-from scripts.bench.train import flops_of, matrix_rate, write_model
+from scripts.bench.train import flops_of, matrix_rate
+from scripts.bench.workload import Workload, in_a_process_of_its_own
 
 Row = dict[str, Any]
 PHASES = ("generate", "score", "logprobs", "train", "sync", "idle")
 RANK_PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
-
-
-def in_a_process_of_its_own(function: Callable[..., Any], *arguments: Any) -> Any:
-    """So that this one holds no memory of the device while the run has it."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
 
 
 def rate(device: str) -> float:
@@ -63,42 +53,6 @@ def rate(device: str) -> float:
     found = matrix_rate(device)
     dist.destroy_process_group()
     return found
-
-
-def prepare(args: argparse.Namespace, device: str) -> tuple[Path, list[str]]:
-    """The model's directory and the data files; what is missing of them is written."""
-    folder = ROOT / "outputs/bench/step"
-    folder.mkdir(parents=True, exist_ok=True)
-    model = args.model or folder / (f"{args.layers}-layers" if device == "cuda" else "tiny")
-    files = [str(Path(file).resolve()) for file in args.train_files]
-    if not files:
-        files = [str(folder / "problems.jsonl")]
-        count = args.prompts * (args.warm_up + args.steps)
-        write_problems(Path(files[0]), count, *args.prompt_tokens)
-    config = in_a_process_of_its_own(write_model, model, args.layers, device)
-    if args.model is None or not [*model.glob("tokenizer*"), *model.glob("vocab*")]:
-        rows = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
-        texts = [row.get("prompt") or row["question"] for row in rows]
-        write_tokenizer(model, texts, config["vocab_size"])
-    return model, files
-
-
-def command(args: argparse.Namespace, model: Path, files: Sequence[str], run_dir: Path, device: str) -> list[str]:
-    longest = 512 if args.train_files else args.prompt_tokens[1] + CHAT_TOKENS
-    return [
-        sys.executable, "launch/run.py", f"run_dir={run_dir}", f"trainer.device={device}",
-        f"trainer.n_gpus_per_node={args.ranks}", f"trainer.total_training_steps={args.warm_up + args.steps}",
-        "trainer.total_epochs=1000", "trainer.val_before_train=false", "checkpoint.save_final=false",
-        f"actor_rollout_ref.model.path={model}",
-        f"actor_rollout_ref.model.dtype={'bfloat16' if device == 'cuda' else 'float32'}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",
-        f"actor_rollout_ref.rollout.n={args.n}", "actor_rollout_ref.rollout.ignore_eos=true",
-        f"actor_rollout_ref.rollout.max_num_seqs={args.prompts * args.n}",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
-        f"data.train_files=[{','.join(files)}]", f"data.train_batch_size={args.prompts}",
-        f"data.max_prompt_length={longest}", f"data.max_response_length={args.response}",
-        "reward.name=format", "+reward.kwargs.pattern='.*[0-4]'", *args.overrides,
-    ]  # fmt: skip
 
 
 def parts(row: Row) -> dict[str, float]:
@@ -129,15 +83,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def rates_of(rows: Sequence[Row], facts: ModelFacts, args: argparse.Namespace, matrix: float) -> dict[str, Any]:
+def rates_of(rows: Sequence[Row], facts: ModelFacts, workload: Workload, matrix: float) -> dict[str, Any]:
     """Throughput and MFU of the counted steps. Training's products alone count, forward and backward."""
     tokens, update, step = [], [], []
     for row in rows:
         num_tokens = row["perf/total_num_tokens"]
         pairs = num_tokens * row["perf/mean_context_tokens"]
-        predicted = row["response_length/mean"] * args.prompts * args.n
-        needed = sum(flops_of(facts, num_tokens, pairs, predicted).values()) / args.ranks / matrix
-        tokens.append(num_tokens / row["timing_s/step"] / args.ranks)
+        predicted = row["response_length/mean"] * workload.prompts * workload.n
+        needed = sum(flops_of(facts, num_tokens, pairs, predicted).values()) / workload.ranks / matrix
+        tokens.append(num_tokens / row["timing_s/step"] / workload.ranks)
         update.append(needed / row["timing_s/ranks/update_actor"])
         step.append(needed / row["timing_s/step"])
     return {
@@ -183,32 +137,22 @@ def show(report: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8, help="of the slice")
-    parser.add_argument("--model", type=Path, help="an HF directory; the slice is written there where nothing is")
-    parser.add_argument("--prompts", type=int, default=64, help="a step")
-    parser.add_argument("--n", type=int, default=8, help="answers to each")
-    parser.add_argument("--response", type=int, default=512, help="tokens of an answer")
-    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(100, 200), metavar=("SHORTEST", "LONGEST"))
-    parser.add_argument("--train-files", nargs="*", default=[], help="problems such as GSM8K's train.jsonl")
+    Workload.add_arguments(parser, ranks=1, layers=8, prompts=64, n=8, response=512)
     parser.add_argument("--steps", type=int, default=5, help="counted")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before, which aren't: the first compile")
-    parser.add_argument("--ranks", type=int, default=1, help="a GPU each")
     parser.add_argument("--check-leaks", action="store_true", help=f"fail where memory grows by {LEAK_GIB} GiB in all")
     parser.add_argument("--suffix", default="", help="of the result's name")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the run's configuration, after --")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, files = prepare(args, device)
-    run_dir = ROOT / "outputs/bench/step/run"
-    shutil.rmtree(run_dir, ignore_errors=True)
+    workload, num_steps = Workload.of(args), args.warm_up + args.steps
+    model, files = workload.prepare(device, num_steps)
     rates = [in_a_process_of_its_own(rate, device)]
-    done = subprocess.run(command(args, model, files, run_dir, device), cwd=ROOT)
-    if done.returncode:
-        raise SystemExit(f"the run ended with {done.returncode}; its logs are in {run_dir / 'logs'}")
+    run_dir = ROOT / "outputs/bench/step"
+    rows = workload.run(model, files, run_dir, device, num_steps, args.overrides)[1 + args.warm_up :]  # after step 0
     rates.append(in_a_process_of_its_own(rate, device))
 
-    rows = MetricsFile(run_dir / "metrics.jsonl").read()[1 + args.warm_up :]  # the first one is before any step
     config = json.loads((model / "config.json").read_text())
     facts = family_for(config).model_facts(config)
     steps, idle = [parts(row) for row in rows], [idle_parts(row) for row in rows]
@@ -224,7 +168,7 @@ def main() -> None:
         "step_s": spread([row["timing_s/step"] for row in rows]),
         "parts_s": {phase: spread([step[phase] for step in steps]) for phase in PHASES},
         "idle_s": {name: spread([step[name] for step in idle]) for name in idle[0]},
-        **rates_of(rows, facts, args, statistics.mean(rates)),
+        **rates_of(rows, facts, workload, statistics.mean(rates)),
         "matrix_tflops": [value / 1e12 for value in rates],
         "memory_gib": memory_of(rows),
         "steps": steps,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from scripts.bench.memory import leaks, memory_of, table
 from scripts.bench.prompts import CHAT_TOKENS, write_problems, write_tokenizer
 from scripts.bench.step import idle_parts, parts, rates_of
 from scripts.bench.sync import QWEN3_30B
+from scripts.bench.workload import Workload
 
 ROW = {
     "timing_s/step": 20.0,
@@ -54,8 +54,11 @@ def test_rates_of_one_rank() -> None:
     bench, on a card of 1 TFLOP/s."""
     facts = family_for(QWEN3_30B).model_facts(QWEN3_30B | {"num_hidden_layers": 2})
     weights = 2048 * (4096 + 2 * 512 + 4096) + 2048 * 128 + 8 * 3 * 2048 * 768
+    workload = Workload(
+        ranks=1, layers=2, model=None, train_files=[], prompt_tokens=(20, 30), prompts=5, n=2, response=75
+    )
     flop = 6 * (2 * 1000 * weights + 2 * 100_000 * 2 * 4096 + 750 * 2048 * 151936)
-    found = rates_of([ROW], facts, argparse.Namespace(prompts=5, n=2, ranks=1), 1e12)
+    found = rates_of([ROW], facts, workload, 1e12)
     assert found["tokens_per_s_per_gpu"]["median"] == 50.0
     assert found["mfu_update"]["median"] == pytest.approx(flop / 1e12 / 6.75)
     assert found["mfu_step"]["median"] == pytest.approx(flop / 1e12 / 20.0)
