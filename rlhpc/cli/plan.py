@@ -100,7 +100,8 @@ def node_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: str) ->
         ranks = memory[first : first + per_node]
         copies = sum(rank.optimizer // optimizer_bytes * SAVED_BYTES for rank in ranks)
         weights = sum(rank.trainer_weights + rank.reference_weights for rank in ranks)
-        asleep = weights * megatron.param_offload + sum(rank.optimizer for rank in ranks) * megatron.optimizer_offload
+        asleep = weights if megatron.param_offload else 0  # auto: at most
+        asleep += sum(rank.optimizer for rank in ranks) if megatron.optimizer_offload else 0
         held = sum(rank.total for rank in ranks) if device == "cpu" else asleep
         copied = cfg.checkpoint.async_save and cfg.trainer.save_freq > 0  # the last step's is waited for
         nodes.append(NodeMemory(held, copies if copied else 0))

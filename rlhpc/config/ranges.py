@@ -129,6 +129,9 @@ def out_of_range(cfg: RunConfig) -> Iterator[str]:
                 yield f"{key}={value} is out of range; {fix}"
     if "" in cfg.actor_rollout_ref.rollout.stop:
         yield f"{_ROLLOUT}.stop={cfg.actor_rollout_ref.rollout.stop} has an empty string; remove it"
+    for key in (f"{_ACTOR}.megatron.param_offload", f"{_ACTOR}.megatron.optimizer_offload"):
+        if (value := value_of(cfg, key)) not in (True, False, "auto"):
+            yield f"{key}={value!r} is unknown; choose true, false or auto"
     betas = cfg.actor_rollout_ref.actor.optim.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"{_ACTOR}.optim.betas={betas} must be two numbers from 0 to below 1, such as [0.9, 0.999]"

@@ -48,8 +48,8 @@ class MegatronConfig:
     moe_aux_loss_coeff: float = 0.0  # weight of the load-balancing loss, which is summed over layers; 0: off
     recompute_modules: list[str] = field(default_factory=list)  # run again in the backward: core_attn, moe (mlp)
     overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks while the backward still runs
-    param_offload: bool = True  # weights, the reference's too, wait in host memory while the engine generates (GPU)
-    optimizer_offload: bool = True  # so do masters and moments; false: rollout.gpu_memory_utilization leaves room
+    param_offload: bool | str = True  # weights, the reference's too, wait in host memory during generation (GPU)
+    optimizer_offload: bool | str = True  # so do masters and moments. auto, for both: what lacks room beside the engine
     grad_offload: bool = True  # gradients are freed meanwhile (GPU)
     attention_backend: str = "auto"  # fused (cuDNN by Transformer Engine), flash, local; auto: the fastest there is
 

@@ -26,7 +26,7 @@ from rlhpc.backends.megatron.experts import balance_loss, expert_balance, start_
 from rlhpc.backends.megatron.in_place import keep_in_place, place_experts
 from rlhpc.backends.megatron.loss import microbatch_loss
 from rlhpc.backends.megatron.model import PolicyModel, transformer_config
-from rlhpc.backends.megatron.offload import HostCopy, check_room
+from rlhpc.backends.megatron.offload import RESERVE_BYTES, HostCopy, check_room
 from rlhpc.backends.megatron.optimizer import Optimizer
 from rlhpc.backends.megatron.state import TrainingState, told_to_all
 from rlhpc.checkpoint.manifest import read_manifest
@@ -114,8 +114,9 @@ class MegatronTrainer:
         self._reference = self._build_model().requires_grad_(False).eval() if needs_reference else None
         self._state = TrainingState(dict(policy.named_parameters()), self._optimizer, self._specs, dist.get_rank())
         self._host = self._host_copy()
-        with told_to_all():
-            check_room(self._host, cfg.actor_rollout_ref.rollout.gpu_memory_utilization)
+        if self._device.type == "cuda":
+            with told_to_all():
+                check_room(self._host, cfg.actor_rollout_ref.rollout.gpu_memory_utilization)
 
     def _build_model(self, shared: Mapping[str, torch.Tensor] | None = None) -> PolicyModel:
         model_cfg = self._cfg.actor_rollout_ref.model
@@ -295,11 +296,20 @@ class MegatronTrainer:
             "optimizer": list(self._state.tensors()),
         }
         megatron, on_gpu = self._cfg.actor_rollout_ref.actor.megatron, self._device.type == "cuda"
-        leave = {"weights": megatron.param_offload, "reference": megatron.param_offload}
+        leave: dict[str, bool | str] = {"weights": megatron.param_offload, "reference": megatron.param_offload}
         leave |= {"optimizer": megatron.optimizer_offload, "gradients": megatron.grad_offload}
         gradients = [buffer.grad_data for buffer in buffers]
         staying = [name for name in leave if not (leave[name] and on_gpu)]
-        return HostCopy(parts, {"gradients": gradients}, staying)
+        filling, room = [name for name in leave if leave[name] == "auto"], 0
+        if filling and on_gpu:
+            engine_share = self._cfg.actor_rollout_ref.rollout.gpu_memory_utilization
+            room = int((1 - engine_share) * torch.cuda.mem_get_info()[1]) - RESERVE_BYTES
+        host = HostCopy(parts, {"gradients": gradients}, staying, filling, room)
+        if filling and on_gpu:
+            kept = sum(host.staying.values())
+            told = f"{kept / 2**30:.1f} of {(kept + host.num_bytes) / 2**30:.1f} GiB of the trainer's state stay"
+            print(f"{told} on the GPU while the engine generates", flush=True)
+        return host
 
     def begin_sleep(self) -> None:
         self._host.begin_sleep()

@@ -103,6 +103,8 @@ def test_node_memory_by_hand():
     for key, left in (("param_offload", optimizer), ("optimizer_offload", asleep - optimizer)):
         staying = config(4, "bfloat16", expert_model_parallel_size=2, **{key: False})
         assert node_memory(staying, MODEL, "cuda").ranks == left
+    perhaps = config(4, "bfloat16", expert_model_parallel_size=2, optimizer_offload="auto")
+    assert node_memory(perhaps, MODEL, "cuda").ranks == asleep  # at most
     synchronous = config(4, "bfloat16", {"async_save": False}, expert_model_parallel_size=2)
     assert node_memory(synchronous, MODEL, "cuda").total == asleep
     assert checkpoint_bytes(MODEL) == copies

@@ -194,6 +194,7 @@ def test_allowed(overrides, world_size):
         ({"trainer.nnodes": 2}, 4, ["trainer.nnodes=2 needs launch=slurm, or launch=allocation inside a job"]),
         ({"cluster.nodes": 2}, 4, ["trainer.nnodes=2 needs launch=slurm"]),
         ({"launch.mode": "slurm", "launch.time_min": 5}, 4, ["launch.stop_lead_s=300 must leave something of launch."]),
+        ({f"{M}.optimizer_offload": "some"}, 4, ["optimizer_offload='some' is unknown; choose true, false or auto"]),
         ({"launch.mode": "slrum"}, 4, ["launch.mode='slrum' is unknown; did you mean slurm? choose allocation, local"]),
         ({"cluster.sbatch.cpus_per_task": 4}, 4, ["cluster.sbatch.cpus_per_task=4: set cluster.cpus_per_node instead"]),
         ({"cluster.sbatch.requeue": False}, 4, ["cluster.sbatch.requeue=False: set launch.max_attempts_without_prog"]),

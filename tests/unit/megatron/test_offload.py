@@ -3,6 +3,8 @@ returns; what overlaps on a GPU is in tests/distributed/test_megatron_gpu.py."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from rlhpc.errors import ConfigError
 class State:
     """Weights in one buffer with views, a reference, an optimizer's state, gradients."""
 
-    def __init__(self, *staying: str) -> None:
+    def __init__(self, *staying: str, filling: Collection[str] = (), room: int = 0) -> None:
         self.buffer = torch.arange(6.0)
         self.weight, self.bias = self.buffer[:4].view(2, 2), self.buffer[4:]
         self.reference = torch.tensor([7.0, 8.0])
@@ -24,6 +26,8 @@ class State:
             {"weights": [self.buffer], "reference": [self.reference], "optimizer": [self.alias, self.moment]},
             scratch={"gradients": [self.gradient]},
             staying=staying,
+            filling=filling,
+            room=room,
         )
 
     def wake(self) -> None:
@@ -115,7 +119,6 @@ def test_waking_before_asleep_leaves_everything() -> None:
 
 def test_parts_that_stay() -> None:
     """A float32 master is the weight, and stays with it."""
-    assert not any(State("weights", "reference", "optimizer", "gradients").host.staying.values())  # none on a GPU
     state = State("weights", "reference")
     state.host.sleep()
     assert state.on_device() == {"weights": True, "reference": True, "optimizer": False, "gradient": False}
@@ -123,6 +126,26 @@ def test_parts_that_stay() -> None:
     state.wake()
     state.host.before_change("weights", "optimizer")
     assert state.host.num_bytes == 64 and state.moment.tolist() == [1, 2, 3]
+
+
+def test_what_has_room_stays() -> None:
+    """Bytes: weights 24, reference 8, moment 12, gradients 24, of which the reference stays anyway."""
+    everything = ("weights", "optimizer")
+    for room, kept in ((19, set()), (20, {"optimizer"}), (43, {"optimizer"}), (44, {"optimizer", "weights"})):
+        state = State("reference", filling=everything, room=room)
+        state.host.sleep()
+        here = state.on_device()
+        assert {name for name in everything if here[name]} == kept and here["reference"] and not here["gradient"]
+        assert state.host.num_bytes == 64 * (2 - len(kept))
+        sizes = {"reference": 8, "optimizer": 12, "weights": 24}
+        assert state.host.staying == {name: sizes[name] * (name in kept | {"reference"}) for name in sizes}
+        state.wake()
+        state.host.before_change(*everything)
+        assert state.moment.tolist() == [1, 2, 3] and state.weight.tolist() == [[0, 1], [2, 3]]
+    three = [torch.zeros(size) for size in (2, 5, 3)]
+    host = HostCopy({"optimizer": three}, {}, filling=["optimizer"], room=7 * 4)
+    host.sleep()
+    assert [bool(tensor.untyped_storage().nbytes()) for tensor in three] == [True, True, False]
 
 
 def test_use_while_asleep_is_an_error() -> None:
