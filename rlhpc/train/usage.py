@@ -1,8 +1,9 @@
 """What each phase of a step costs one rank: seconds, and memory when it ended.
 
 `timing_s/ranks/<phase>` are seconds inside the rank's methods, so at most the driver's `timing_s/<phase>`; the rest of
-that is Ray and the driver's own work. `timing_s/ranks/<phase>/<part>` are parts of them: `offload`, where the device
-passes between trainer and engine, and `sync`, where weights go from one to the other. Phases have the driver's names.
+that is Ray and the driver's own work. `timing_s/ranks/<phase>/<part>` are parts of them, where the device passes
+between trainer and engine: `offload`, the trainer's state goes or comes; `engine`, the engine's memory does; `sync`,
+weights go from one to the other. Phases have the driver's names.
 
 `perf/device_memory_gb/<phase>` is all memory taken on the device, by whomever; `perf/allocated_memory_gb/<phase>` what
 torch's allocator has given out, in which the engine's memory counts while it sleeps too; both only with CUDA.

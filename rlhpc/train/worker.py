@@ -126,14 +126,17 @@ class RankWorker:
 
     def publish(self, policy_version: int) -> dict[str, float]:
         """Moves the trainer's weights into the engine; afterwards the engine is awake and the trainer asleep."""
-        with self._usage.part("offload"):
+        part = self._usage.part
+        with part("offload"):
             self.trainer.begin_sleep()
+        with part("engine"):
             self.engine.wake("weights")
-        with self._usage.part("sync"):
+        with part("sync"):
             self._reshard()  # holds on to no buffer: the engine may free its own before the KV cache takes memory
             self.engine.end_publish(policy_version)
-        with self._usage.part("offload"):
+        with part("offload"):
             self.trainer.sleep()
+        with part("engine"):
             self.engine.wake("kv_cache")
         return {"received_bytes": float(self._resharder.received_bytes)}
 
@@ -168,8 +171,9 @@ class RankWorker:
 
     def begin_update(self) -> None:
         """Hands the device from the engine to the trainer."""
-        with self._usage.part("offload"):
+        with self._usage.part("engine"):
             self.engine.sleep()
+        with self._usage.part("offload"):
             self.trainer.wake()
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float, model: str) -> list[torch.Tensor]:

@@ -34,7 +34,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhpc.metrics.timer import phase_seconds
 from rlhpc.reshard.families import ModelFacts, family_for
 from scripts.bench.machine import RESULTS, ROOT, hardware, place, versions
 from scripts.bench.memory import LEAK_GIB, leaks, memory_of, table
@@ -55,28 +54,35 @@ def rate(device: str) -> float:
     return found
 
 
+def within(row: Row, part: str, *phases: str) -> float:
+    """Seconds that the ranks spent on a part of these phases."""
+    return float(sum(row.get(f"timing_s/ranks/{phase}/{part}", 0.0) for phase in phases))
+
+
 def parts(row: Row) -> dict[str, float]:
     """Seconds of a step by what they were for; they add up to the step."""
     ranks = {phase: row.get(f"timing_s/ranks/{phase}", 0.0) for phase in RANK_PHASES}
+    handing_over = within(row, "engine", "old_log_prob") + within(row, "offload", "old_log_prob")
     found = {
         "generate": ranks["gen"],
         "score": row["timing_s/reward"],
-        "logprobs": ranks["old_log_prob"] + ranks["ref"] - row["timing_s/ranks/old_log_prob/offload"],
+        "logprobs": ranks["old_log_prob"] + ranks["ref"] - handing_over,
         "train": ranks["update_actor"],
-        "sync": row["timing_s/ranks/update_weights/sync"],
+        "sync": within(row, "sync", "update_weights"),
     }
     return found | {"idle": row["timing_s/step"] - sum(found.values())}
 
 
 def idle_parts(row: Row) -> dict[str, float]:
-    """What `idle` is made of. `calls`: the driver's seconds around the ranks' own, for packing, Ray and waiting for
-    the slowest."""
-    calls = sum(row[f"timing_s/{phase}"] - row.get(f"timing_s/ranks/{phase}", 0.0) for phase in RANK_PHASES)
-    offload = sum(row[f"timing_s/ranks/{phase}/offload"] for phase in ("old_log_prob", "update_weights"))
-    between = row["timing_s/step"] - sum(
-        phase_seconds({k: v for k, v in row.items() if k != "timing_s/other"}).values()
-    )
-    return {"offload": offload, "calls": calls, "advantages": row["timing_s/adv"], "between phases": between}
+    """What `idle` is made of: the trainer's memory and the engine's that come and go, and on the driver `calls`, its
+    seconds around the ranks' own for packing, Ray and waiting for the slowest."""
+    return {
+        "offload": within(row, "offload", "old_log_prob", "update_weights"),
+        "engine": within(row, "engine", "old_log_prob", "update_weights"),
+        "calls": sum(row[f"timing_s/{phase}"] - row.get(f"timing_s/ranks/{phase}", 0.0) for phase in RANK_PHASES),
+        "advantages": row["timing_s/adv"],
+        "between phases": row["timing_s/other"],
+    }
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

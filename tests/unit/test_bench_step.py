@@ -22,7 +22,8 @@ ROW = {
     "timing_s/reward": 0.5,
     "timing_s/old_log_prob": 2.5,
     "timing_s/ranks/old_log_prob": 2.25,
-    "timing_s/ranks/old_log_prob/offload": 0.25,
+    "timing_s/ranks/old_log_prob/engine": 0.125,
+    "timing_s/ranks/old_log_prob/offload": 0.125,
     "timing_s/ref": 0.0,
     "timing_s/adv": 0.125,
     "timing_s/update_actor": 7.0,
@@ -30,7 +31,8 @@ ROW = {
     "timing_s/update_weights": 1.0,
     "timing_s/ranks/update_weights": 1.0,
     "timing_s/ranks/update_weights/sync": 0.5,
-    "timing_s/ranks/update_weights/offload": 0.5,
+    "timing_s/ranks/update_weights/engine": 0.125,
+    "timing_s/ranks/update_weights/offload": 0.375,
     "timing_s/other": 0.625,
     "perf/total_num_tokens": 1000,
     "perf/mean_context_tokens": 100.0,
@@ -45,7 +47,13 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert found == {"generate": 8.0, "score": 0.5, "logprobs": 2.0, "train": 6.75, "sync": 0.5, "idle": 2.25}
     assert sum(found.values()) == 20.0
     idle = idle_parts(ROW)
-    assert idle == {"offload": 0.75, "calls": 0.75, "advantages": 0.125, "between phases": 0.625}
+    assert idle == {
+        "offload": 0.5,
+        "engine": 0.25,
+        "calls": 0.75,
+        "advantages": 0.125,
+        "between phases": 0.625,
+    }
     assert sum(idle.values()) == found["idle"]
 
 
