@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from functools import partial
 from typing import NamedTuple
@@ -26,8 +25,6 @@ KEY = "actor_rollout_ref.actor.megatron.attention_backend"
 # What Megatron sets for AttnBackend.fused: Transformer Engine then takes cuDNN's or none.
 FUSED_ALONE = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"}
 
-logger = logging.getLogger(__name__)
-
 
 class Heads(NamedTuple):
     """Of a rank's attention: how many of queries, how many of keys and of values, and elements of one."""
@@ -48,7 +45,8 @@ def attention_backend(wanted: str, device: torch.device, dtype: torch.dtype, hea
     flash  torch's own over cu_seqlens, which is FlashAttention 2 (torch.nn.attention.varlen)
     local  torch's scaled_dot_product_attention of all sequences of one length at a time
 
-    Raises ConfigError for an unknown name, and for one whose needs aren't met.
+    The rank's log says what was taken, and what a faster one needs. Raises ConfigError for an unknown name, and for one
+    whose needs aren't met.
     """
     lacks = {backend.name: _lacks(backend, device, dtype, heads.size) for backend in BACKENDS}
     if wanted not in ("auto", *lacks):
@@ -58,13 +56,10 @@ def attention_backend(wanted: str, device: torch.device, dtype: torch.dtype, hea
     fastest = next(name for name, lack in lacks.items() if not lack)
     if lack := lacks.get(wanted):
         raise ConfigError(f"{KEY}={wanted} needs {lack}; set auto, which takes {fastest} here")
-    if wanted == "auto":
-        wanted = fastest
-        slower_than = [f"{name} needs {lack}" for name, lack in lacks.items() if lack]
-        logger.info("attention: %s", "; ".join([wanted, *slower_than]))
-    else:
-        logger.info("attention: %s, as configured", wanted)
-    return AttnBackend[wanted]
+    chosen = fastest if wanted == "auto" else wanted
+    faster = [name for name in lacks if wanted == "auto" and lacks[name]]
+    print("; ".join([f"attention: {chosen}", *(f"{name} needs {lacks[name]}" for name in faster)]), flush=True)
+    return AttnBackend[chosen]
 
 
 def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:

@@ -98,20 +98,23 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="is about a machine without it")
 @pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "fastest"),
+    ("device", "dtype", "head_dim", "told"),
     [
-        (CPU, torch.bfloat16, 128, "local"),
-        (CUDA, torch.float32, 128, "local"),
-        (CUDA, torch.bfloat16, 100, "local"),
-        (CUDA, torch.bfloat16, 256, "flash"),
-        (CUDA, torch.bfloat16, 64, "flash"),
+        (CPU, torch.bfloat16, 128, "local; fused needs a CUDA device; flash needs a CUDA device"),
+        (CUDA, torch.float32, 128, "local; fused needs a 16-bit model.dtype, not float32; flash needs a 16-bit"),
+        (CUDA, torch.bfloat16, 100, "local; fused needs head_dim=100 to be a multiple of 8 up to 128; flash needs"),
+        (CUDA, torch.bfloat16, 256, "flash; fused needs head_dim=256 to be a multiple of 8 up to 128"),
+        (CUDA, torch.bfloat16, 64, "flash; fused needs Transformer Engine, which isn't installed"),
     ],
 )
 def test_the_fastest_backend_that_runs_is_taken(
-    device: torch.device, dtype: torch.dtype, head_dim: int, fastest: str
+    device: torch.device, dtype: torch.dtype, head_dim: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert attention_backend("auto", device, dtype, Heads(8, 2, head_dim)).name == fastest
-    assert attention_backend("local", device, dtype, Heads(8, 2, head_dim)).name == "local"
+    heads = Heads(8, 2, head_dim)
+    assert attention_backend("auto", device, dtype, heads).name == told.split(";")[0]
+    assert capsys.readouterr().out.startswith(f"attention: {told}")
+    assert attention_backend("local", device, dtype, heads).name == "local"
+    assert capsys.readouterr().out == "attention: local\n"
 
 
 @pytest.mark.parametrize(
