@@ -3,10 +3,10 @@
 What is kept travels to page-locked host memory and back on a stream of its own: out while the weights are published,
 which only reads them; back part by part, each while what doesn't need it yet is computed.
 
-Small copies don't overtake large ones: while gigabytes come over PCIe, the device lets every other copy to it of more
-than 64 KiB wait for the last of them, in whatever chunks they come, whatever the stream; kernels, copies within the
-device, copies to the host and allocations go on (measured on an H200). So whoever has batches to bring over does that
-before it brings a part.
+Small copies don't overtake large ones: while gigabytes come over PCIe, another copy to the device waits for the last of
+them, in whatever chunks they come, whatever the stream. On an H200 that held for 256 KiB, though not for a scalar;
+kernels, copies within the device or to the host, and allocations went on. So whoever has batches to bring over does
+that before it brings a part.
 """
 
 from __future__ import annotations
