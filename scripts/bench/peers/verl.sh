@@ -2,6 +2,7 @@
 # verl 0.9.1 on the shared model and prompts: FSDP and vLLM on one GPU; what it logged is in OUT/metrics.jsonl.
 # usage: scripts/bench/peers/verl.sh INPUTS OUT [OVERRIDE...]     such as data.max_response_length=512
 # Where flash-attn is installed: ATTENTION=flash_attention_2; without it, torch's own varlen flash attention takes its place.
+# Ray's num_cpus is no limit but what Ray counts with: on few cores verl would wait forever for places for its storage units.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 inputs=$(realpath "${1:?usage: verl.sh INPUTS OUT [OVERRIDE...]}"); out=$(realpath -m "${2:?OUT}"); shift 2
@@ -33,6 +34,7 @@ exec python3 -m verl.trainer.main_ppo \
     reward.custom_reward_function.path="$here/reward.py" \
     reward.custom_reward_function.name=verl_score \
     trainer.logger='[console,file]' \
+    ray_kwargs.ray_init.num_cpus=32 \
     trainer.n_gpus_per_node=1 \
     trainer.total_training_steps=5 \
     trainer.val_before_train=false \
