@@ -88,7 +88,7 @@ def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, head_
 
 def _trial(device: torch.device, dtype: torch.dtype, heads: Heads) -> str:
     """What Transformer Engine's attention lacks though it is installed, "" when it runs: two short sequences, forward
-    and backward, must give what torch's do. A second cuDNN in the process, for one, ends it at its first call."""
+    and backward, must give what torch's do. It is at the mercy of the cuDNN that the process has loaded."""
     usual = {name: os.environ[name] for name in FUSED_ALONE if name in os.environ}
     if other := [f"{name}={value}" for name, value in usual.items() if value != FUSED_ALONE[name]]:
         return f"an environment without {' '.join(other)}"
