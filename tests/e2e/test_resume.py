@@ -51,7 +51,7 @@ def test_what_the_ranks_measured_is_part_of_what_the_driver_did(reference: Path)
         for phase in phases:
             assert 0 < row[f"timing_s/ranks/{phase}"] < row[f"timing_s/{phase}"], (step, phase)
             parts = [value for name, value in seconds.items() if name.startswith(f"timing_s/ranks/{phase}/")]
-            assert sum(parts) <= row[f"timing_s/ranks/{phase}"]
+            assert max(parts, default=0) <= row[f"timing_s/ranks/{phase}"]  # each of its slowest rank
             assert 0 < row[f"perf/host_memory_gb/{phase}"] < 1.01 * row["perf/cpu_memory_used_gb"]
         assert row["timing_s/ranks/update_weights/sync"] > 0
 
