@@ -58,16 +58,17 @@ class Snapshot:
         return copies
 
 
-def fresh_memory(num_bytes: int, threads: Executor) -> tuple[mmap.mmap, torch.Tensor]:
-    """A mapping of this size, with its pages in place, and the uint8 tensor over it, which keeps it alive. Raises
-    OSError where there is no such memory."""
+def fresh_memory(num_bytes: int, threads: Executor) -> tuple[memoryview, torch.Tensor]:
+    """A mapping of this size, with its pages in place: a view of it, and the uint8 tensor that keeps the view alive.
+    Raises OSError where there is no such memory."""
     mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages, which are given twice as fast
         mapped.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    view = memoryview(mapped)
+    memory = torch.frombuffer(view, dtype=torch.uint8)
     begin = memory.data_ptr()
     _together([(ctypes.memset, begin + at, 0, length) for at, length in _slices(num_bytes)], threads)
-    return mapped, memory
+    return view, memory
 
 
 def _together(moves: Sequence[Move], threads: Executor) -> None:

@@ -130,4 +130,8 @@ def overlap(num_bytes: int) -> dict[str, bool]:
     right["work goes on meanwhile"] = torch.equal(doubled, 2 * torch.arange(1000.0)) and not host._stream.query()
     host.before_change("optimizer")
     right["optimizer is waited for"] = torch.equal(state, wanted)
+    state.neg_()
+    host.begin_sleep()
+    host.wake()
+    right["found whole while still leaving"] = torch.equal(host.resident(state), -wanted.cpu())
     return right

@@ -34,7 +34,7 @@ def page_locked(num_bytes: int, *, lock: bool = True) -> torch.Tensor:
     num_threads = max(1, min(8, len(os.sched_getaffinity(0)) // ranks_here()))
     try:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="host-memory") as threads:
-            mapped, memory = fresh_memory(num_bytes, threads)
+            view, memory = fresh_memory(num_bytes, threads)
     except OSError as error:
         raise ConfigError(f"no {_gib(num_bytes)} of host memory: {error}; {FIX}") from error
     if lock:
@@ -43,8 +43,13 @@ def page_locked(num_bytes: int, *, lock: bool = True) -> torch.Tensor:
         if code != cuda.cudaError.success:
             reason = cuda.cudaGetErrorString(code)
             raise ConfigError(f"the driver can't page-lock {_gib(num_bytes)} of host memory: {reason}; {FIX}")
-        weakref.finalize(mapped, cuda.cudaHostUnregister, begin).atexit = False  # before it is unmapped
+        weakref.finalize(view, _unlock, begin, view.obj).atexit = False
     return memory
+
+
+def _unlock(begin: int, mapped: object) -> None:
+    """`mapped` is held until here: a mapping that dies is gone before its own finalizers are called."""
+    torch.cuda.cudart().cudaHostUnregister(begin)
 
 
 def ranks_here() -> int:

@@ -11,7 +11,8 @@ that before it brings a part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -71,6 +72,7 @@ class HostCopy:
             for part in self._parts.values()
             for index, whole in enumerate(part.device)
         }
+        self._left: torch.cuda.Event | None = None  # when the last copies out are over
         self._state = "awake"  # or "leaving", while copies out are under way, or "asleep"
         self._has_scratch = True
         on_cuda = any(whole.is_cuda for part in self._parts.values() for whole in part.device)
@@ -94,6 +96,7 @@ class HostCopy:
                 if not part.is_copied:
                     _copy_each(part.host, part.device)
                     part.is_copied = True
+            self._left = self._stream.record_event() if self._stream else None
         self._state = "leaving"
 
     def sleep(self) -> None:
@@ -159,8 +162,8 @@ class HostCopy:
         part, index = self._place.get(tensor.untyped_storage()._cdata, (None, 0))
         if part is None or not part.is_copied:
             return tensor
-        if self._state == "leaving" and self._stream:
-            self._stream.synchronize()
+        if self._left is not None:
+            self._left.synchronize()
         host = part.host[index].view(tensor.dtype)
         return host.as_strided(tensor.size(), tensor.stride(), host.storage_offset() + tensor.storage_offset())
 
@@ -199,16 +202,22 @@ def check_room(host: HostCopy, engine_share: float) -> None:
     """Raises ConfigError where the host's memory is too small for what goes there, for all ranks of this node, or the
     device for what stays besides the engine, which may fill `engine_share` of it."""
     check_free(host.num_bytes, ranks_here())
-    staying = sum(host.staying.values())
-    total = torch.cuda.mem_get_info()[1]
-    if staying > (1 - engine_share) * total:
-        kept = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in host.staying.items() if size)
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.gpu_memory_utilization={engine_share:g} leaves "
-            f"{(1 - engine_share) * total / 2**30:.1f} GiB of the GPU's {total / 2**30:.1f} for what stays there while "
-            f"the engine generates: {kept}; set at most {1 - staying / total:.2f}, or more of "
-            "actor_rollout_ref.actor.megatron.{param,optimizer,grad}_offload=true"
-        )
+    check_staying(host.staying, engine_share, torch.cuda.mem_get_info()[1])
+
+
+def check_staying(staying: Mapping[str, int], engine_share: float, total: int) -> None:
+    """Raises ConfigError where a device of `total` bytes has no room for these beside the engine's share of it."""
+    needed = sum(staying.values())
+    if needed <= (1 - engine_share) * total:
+        return
+    kept = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in staying.items() if size)
+    most = math.floor(100 * (1 - needed / total)) / 100
+    raise ConfigError(
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={engine_share:g} leaves "
+        f"{(1 - engine_share) * total / 2**30:.1f} GiB of the GPU's {total / 2**30:.1f} for what stays there while "
+        f"the engine generates: {kept}; set {f'at most {most:.2f}, or ' if most > 0 else ''}more of "
+        "actor_rollout_ref.actor.megatron.{param,optimizer,grad}_offload=true"
+    )
 
 
 def _storages(tensors: Iterable[torch.Tensor], taken: set[int]) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhpc.backends.megatron.host_memory import check_free, page_locked
-from rlhpc.backends.megatron.offload import HostCopy
+from rlhpc.backends.megatron.offload import HostCopy, check_staying
 from rlhpc.errors import ConfigError
 
 
@@ -163,6 +163,20 @@ def test_more_host_memory_than_there_is() -> None:
         check_free(2**42, num_ranks=8)
     with pytest.raises(ConfigError, match=r"4096.00 GiB wanted, .* set optimizer_offload=false or param_offload=false"):
         page_locked(2**42)
+
+
+def test_what_stays_must_fit_beside_the_engine() -> None:
+    """Of 100 GiB; what is told to set is accepted, so it is rounded down."""
+    staying, total = {"weights": 0, "optimizer": int(44.4 * 2**30)}, 100 * 2**30
+    check_staying(staying, 0.55, total)
+    with pytest.raises(
+        ConfigError, match=r"=0.56 leaves 44.0 GiB of the GPU's 100.0 .*: optimizer 44.4 GiB; set at most"
+    ):
+        check_staying(staying, 0.56, total)
+    with pytest.raises(ConfigError, match=r"set at most 0.55, or more of"):
+        check_staying(staying, 0.9, total)
+    with pytest.raises(ConfigError, match=r"optimizer 222.0 GiB; set more of .*optimizer,grad}_offload=true"):
+        check_staying({"optimizer": 222 * 2**30}, 0.1, total)
 
 
 def test_host_memory_is_of_the_size_that_is_asked_for() -> None:
