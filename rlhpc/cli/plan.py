@@ -113,9 +113,11 @@ def too_little_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: s
     asked, needed = cfg.cluster.memory_gib_per_node, node_memory(cfg, model_config, device)
     if asked is not None and asked * 2**30 < needed.total:
         copies = f", {readable(needed.checkpoint_copies)} of that copies for checkpoint.async_save"
+        stay = ", or {optimizer,param}_offload=false of actor_rollout_ref.actor.megatron: these stay on the GPU then"
         yield (
             f"cluster.memory_gib_per_node={asked:g} is less than the {readable(needed.total)} that the ranks of a node "
             f"keep in it{copies if needed.checkpoint_copies else ''}; set more, for processes and libraries too"
+            f"{stay if device == 'cuda' else ''}"
         )
 
 

@@ -119,8 +119,13 @@ def test_a_job_that_asks_for_less_memory_than_is_kept():
     [line] = problems(0.01)
     assert line.startswith("cluster.memory_gib_per_node=0.01 is less than the ")
     assert "MiB of that copies for checkpoint.async_save; set more" in line
+    assert line.endswith(
+        "or {optimizer,param}_offload=false of actor_rollout_ref.actor.megatron: these stay on the GPU then"
+    )
     [line] = problems(0.01, async_save=False)
     assert "copies" not in line
+    [line] = too_little_memory(config(4, "bfloat16", {}, {"memory_gib_per_node": 0.01}), MODEL, "cpu")
+    assert line.endswith("set more, for processes and libraries too")
 
 
 def test_readable():
