@@ -82,7 +82,7 @@ class RankSaver:
             ) from error
 
     def _state(self) -> TrainerState:
-        self._trainer.sleep()  # what is on a device goes to host memory
+        self._trainer.sleep()  # what is offloaded is read from host memory
         return self._trainer.state_pieces()
 
     def _written(
