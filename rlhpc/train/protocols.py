@@ -47,7 +47,7 @@ class LossSpec:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """One rank's part of the training state. Tensors are live until the next step; what a sleep offloaded is in host memory.
+    """One rank's part of the training state. Tensors are live until the next step; what sleeps, in host memory.
 
     pieces: boxes of canonical tensors, each with a contiguous tensor of its extent; those of all ranks cover every
     tensor's masters and moments, or its weight where it is frozen.
