@@ -34,7 +34,7 @@ class Snapshot:
     def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
         """Takes the memory that a copy of `tensors` needs, where it isn't there yet: the kernel gives pages more slowly
         than a copy fills them. Raises OSError where there is no such memory."""
-        needed = sum(map(_aligned, tensors))
+        needed = sum(aligned(tensor.nbytes) for tensor in tensors)
         if needed <= self.num_bytes:
             return
         self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
@@ -53,7 +53,7 @@ class Snapshot:
             else:
                 copy.copy_(tensor.detach())
             copies.append(copy)
-            begin += _aligned(tensor)
+            begin += aligned(tensor.nbytes)
         _together(moves, self._threads)
         return copies
 
@@ -127,5 +127,6 @@ def _slices(num_bytes: int) -> Iterator[tuple[int, int]]:
         yield begin, min(SLICE_BYTES, num_bytes - begin)
 
 
-def _aligned(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+def aligned(num_bytes: int) -> int:
+    """What so many bytes take of the memory, so that what comes behind them is aligned."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -167,8 +167,8 @@ def main() -> None:
     for name, outcome in found.items():
         best = {part: min(each[part] for each in outcome["seconds"][1:]) for part in outcome["seconds"][-1]}
         print(name, "best, s:", {part: round(value, 4) for part, value in best.items()})
-        device = {phase: round(used.get("device", 0) / 2**30, 2) for phase, used in outcome["bytes"].items()}
-        print(" " * len(name), "device, GiB:", device)
+        taken = {phase: round(used.get("device", 0) / 2**30, 2) for phase, used in outcome["bytes"].items()}
+        print(" " * len(name), "device, GiB:", taken)
     print("same answers:", report["same answers"])
 
 

@@ -18,12 +18,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from rlhpc.backends.megatron.host_memory import check_free, page_locked, ranks_here
+from rlhpc.checkpoint.snapshot import aligned
 from rlhpc.errors import ConfigError
 
 # What a GPU holds while the engine generates besides the engine's share and the trainer's state: contexts, CUDA graphs,
 # NCCL's buffers, what allocators keep. 4.3 to 6.3 GiB on an H200, with 5.6 B parameters.
 RESERVE_BYTES = 8 * 2**30
-ALIGNMENT = 64  # bytes; a multiple of every element's size
 
 
 class _Part:
@@ -81,7 +81,7 @@ class HostCopy:
     @property
     def num_bytes(self) -> int:
         """Of host memory."""
-        return sum(_aligned(len(whole)) for part in self._parts.values() for whole in part.device)
+        return sum(aligned(len(whole)) for part in self._parts.values() for whole in part.device)
 
     def begin_sleep(self) -> None:
         """Frees scratch and sets off the copies to host memory. Until they are over nothing may change what they copy;
@@ -183,7 +183,7 @@ class HostCopy:
         for part in parts:
             for whole in part.device:
                 part.host.append(memory[begin : begin + len(whole)])
-                begin += _aligned(len(whole))
+                begin += aligned(len(whole))
 
     def _give_back(self) -> None:
         """To the device, where the engine takes memory from, and not from torch's allocator."""
@@ -243,7 +243,3 @@ def _fitting(storages: list[torch.Tensor], room: int) -> tuple[list[torch.Tensor
 def _copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking=True)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
