@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.train.protocols import LossSpec
-from scripts.bench.machine import RESULTS, hardware, place, versions
-from scripts.bench.train import batches_of, build, seconds, sequences, synchronize, write_model
+from scripts.bench.machine import hardware, place, versions
+from scripts.bench.train import batches_of, build, on_ranks, seconds, sequences, slice_arguments, synchronize
 
 PROBE_BYTES = 2**31
 
@@ -196,33 +194,13 @@ def report_of(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8, help="of the slice")
-    parser.add_argument("--model", type=Path, help="where the slice is kept for the next time; written if it isn't")
-    parser.add_argument("--tokens", type=int, default=16384, help="of a microbatch")
+    parser = slice_arguments(__doc__)
     parser.add_argument("--microbatches", type=int, default=8, help="of each rank in a step")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of it that are not predicted")
     parser.add_argument("--cycles", type=int, default=5, help="measured")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before; the first compile")
-    parser.add_argument("--ranks", type=int, default=1, help="a GPU each")
-    parser.add_argument("--ep", type=int, default=1, help="groups that the experts are divided among")
-    parser.add_argument("--recompute", nargs="*", default=[], help="parts of each layer, such as moe")
-    parser.add_argument("--overlap", action="store_true", help="reduce gradients during the backward")
-    parser.add_argument("--attention", default="auto", help="core attention, as attention_backend")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        model = args.model or Path(folder, "model")
-        write_model(model, args.layers, device)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        torch.multiprocessing.spawn(run_rank, (port, model, args, device, folder), args.ranks)
-        result = json.loads(Path(folder, "result.json").read_text())
+    _, result = on_ranks(run_rank, args, device)
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     report = {
         "command": " ".join(["python -m scripts.bench.offload", *sys.argv[1:]]),

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -291,24 +291,26 @@ def report_of(result: dict[str, Any], facts: ModelFacts, args: argparse.Namespac
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def slice_arguments(doc: str | None) -> argparse.ArgumentParser:
+    """What a bench of the trainer on the slice is asked."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="of the slice")
     parser.add_argument("--model", type=Path, help="where the slice is kept for the next time; written if it isn't")
-    parser.add_argument("--tokens", type=int, default=16384, help="on each rank and step")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a microbatch")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of it that are not predicted")
-    parser.add_argument("--steps", type=int, default=10, help="measured")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps that aren't; the first compile")
     parser.add_argument("--ranks", type=int, default=1, help="a GPU each")
     parser.add_argument("--ep", type=int, default=1, help="groups that the experts are divided among")
     parser.add_argument("--recompute", nargs="*", default=[], help="parts of each layer, such as moe")
     parser.add_argument("--overlap", action="store_true", help="reduce gradients during the backward")
     parser.add_argument("--attention", default="auto", help="actor.megatron.attention_backend")
-    parser.add_argument("--suffix", default="", help="of the result's name")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return parser
+
+
+def on_ranks(run_rank: Callable[..., None], args: argparse.Namespace, device: str) -> tuple[dict[str, Any], Any]:
+    """The model's configuration, and what `run_rank(rank, port, model, args, device, folder)` left in
+    folder/result.json."""
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder, "model")
         config = write_model(model, args.layers, device)
@@ -318,7 +320,17 @@ def main() -> None:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
         torch.multiprocessing.spawn(run_rank, (port, model, args, device, folder), args.ranks)
-        result = json.loads(Path(folder, "result.json").read_text())
+        return config, json.loads(Path(folder, "result.json").read_text())
+
+
+def main() -> None:
+    parser = slice_arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=10, help="measured")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps that aren't; the first compile")
+    parser.add_argument("--suffix", default="", help="of the result's name")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config, result = on_ranks(run_rank, args, device)
     facts = family_for(config).model_facts(config)
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     report = {
