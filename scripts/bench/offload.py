@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -144,26 +143,15 @@ def _allocated(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
-def run_rank(rank: int, port: int, model: Path, args: argparse.Namespace, device: str, folder: str) -> None:
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+def measure_rank(model: Path, args: argparse.Namespace, device: str) -> dict[str, Any]:
     rates = pcie_rates(device)
     if device == "cuda":
         torch.cuda.empty_cache()
-    if rank == 0:
+    if dist.get_rank() == 0:
         print("PCIe, GB/s:", {way: round(rate / 1e9, 1) for way, rate in rates.items()}, flush=True)
     trainer = build(model, args, device)
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    result = measure(trainer, args, device, vocab_size) | {"pcie": rates}
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    return measure(trainer, args, device, vocab_size) | {"pcie": rates}
 
 
 def report_of(result: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +188,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2, help="steps before; the first compile")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _, result = on_ranks(run_rank, args, device)
+    _, result = on_ranks(measure_rank, args, device)
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     report = {
         "command": " ".join(["python -m scripts.bench.offload", *sys.argv[1:]]),

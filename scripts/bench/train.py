@@ -40,6 +40,8 @@ from scripts.bench.machine import RESULTS, hardware, place, versions
 from scripts.bench.sync import QWEN3_30B
 from scripts.make_tiny_model import tiny_config
 
+Measured = Callable[[Path, argparse.Namespace, str], dict[str, Any]]
+
 # Kernels by what they do, the first pattern that fits; the names are cuBLAS', CUTLASS', torch's and Inductor's.
 KINDS = (
     ("attention", r"flash|fmha|scaled_dot_product|sdpa"),
@@ -237,32 +239,20 @@ def measure(trainer: Any, args: argparse.Namespace, device: str, vocab_size: int
     }
 
 
-def run_rank(rank: int, port: int, model: Path, args: argparse.Namespace, device: str, folder: str) -> None:
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+def measure_rank(model: Path, args: argparse.Namespace, device: str) -> dict[str, Any]:
     begin = time.perf_counter()
     bandwidth = copy_rate(device)  # before the model fills the memory
     if device == "cuda":
         torch.cuda.empty_cache()
     trainer = build(model, args, device)
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(f"trainer is up after {time.perf_counter() - begin:.1f} s", flush=True)
-    result = measure(trainer, args, device, vocab_size)
-    result |= {
+    return measure(trainer, args, device, vocab_size) | {
         "copy_rate": bandwidth,
         "parameters": sum(buffer.numel() for buffer in trainer.source_buffers().values()),
         "updated": sum(shard.stop - shard.start for shard in trainer._optimizer.shards()),
     }
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def report_of(result: dict[str, Any], facts: ModelFacts, args: argparse.Namespace) -> dict[str, Any]:
@@ -308,9 +298,8 @@ def slice_arguments(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def on_ranks(run_rank: Callable[..., None], args: argparse.Namespace, device: str) -> tuple[dict[str, Any], Any]:
-    """The model's configuration, and what `run_rank(rank, port, model, args, device, folder)` left in
-    folder/result.json."""
+def on_ranks(measured: Measured, args: argparse.Namespace, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's configuration, and what `measured(model, args, device)`, called on all ranks, gave on the first."""
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder, "model")
         config = write_model(model, args.layers, device)
@@ -319,8 +308,25 @@ def on_ranks(run_rank: Callable[..., None], args: argparse.Namespace, device: st
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
-        torch.multiprocessing.spawn(run_rank, (port, model, args, device, folder), args.ranks)
+        torch.multiprocessing.spawn(_run_rank, (port, measured, model, args, device, folder), args.ranks)
         return config, json.loads(Path(folder, "result.json").read_text())
+
+
+def _run_rank(
+    rank: int, port: int, measured: Measured, model: Path, args: argparse.Namespace, device: str, folder: str
+) -> None:
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    result = measured(model, args, device)
+    if rank == 0:
+        Path(folder, "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -330,7 +336,7 @@ def main() -> None:
     parser.add_argument("--suffix", default="", help="of the result's name")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config, result = on_ranks(run_rank, args, device)
+    config, result = on_ranks(measure_rank, args, device)
     facts = family_for(config).model_facts(config)
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     report = {
