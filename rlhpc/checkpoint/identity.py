@@ -34,6 +34,12 @@ LAYOUT = (
     "actor_rollout_ref.model.enable_gradient_checkpointing",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    "critic.forward_max_token_len_per_gpu",
+    "critic.forward_micro_batch_size_per_gpu",
+    "critic.megatron",
+    "critic.model.enable_gradient_checkpointing",
+    "critic.ppo_max_token_len_per_gpu",
+    "critic.ppo_micro_batch_size_per_gpu",
     f"{_ROLLOUT}.cpu_kv_cache_gib",
     f"{_ROLLOUT}.enforce_eager",
     f"{_ROLLOUT}.expert_parallel_size",
@@ -97,12 +103,18 @@ def refuse_another(directory: Path, config: Mapping[str, Any], model_config: Map
     now = json.loads(json.dumps({"config": dict(config), "model": dict(model_config)}))
     # What the run's rlhpc didn't have is as it was where it is null now.
     binding = [change for change in diff(stored, now, absent=None) if not free(change[0].removeprefix("config."))]
+    if not (_has_critic(stored) or _has_critic(now)):
+        binding = [change for change in binding if not change[0].startswith("config.critic.")]
     if binding:
         raise CheckpointError(
             "\n  ".join([f"run_dir={directory} belongs to a run with other settings:", *shown(binding)]) + "\n"
             "choose another run_dir, or restore these settings to go on with that run "
             f"(free to change: parallel sizes, microbatches, the machine, {', '.join(FREE[len(LAYOUT) :])})"
         )
+
+
+def _has_critic(identity: Mapping[str, Any]) -> bool:
+    return bool(identity.get("config", {}).get("algorithm", {}).get("adv_estimator") == "gae")
 
 
 def check_identity(

@@ -19,7 +19,7 @@ import xxhash
 from rlhpc.checkpoint.chunks import CHUNK_BYTES, chunk_checksums
 from rlhpc.checkpoint.conformity import violations
 from rlhpc.checkpoint.durable import patiently, publish_file
-from rlhpc.checkpoint.pieces import Box, Index, Run, Section, StoredPiece, kind_order
+from rlhpc.checkpoint.pieces import CRITIC_PREFIX, Box, Index, Run, Section, StoredPiece, kind_order
 from rlhpc.errors import CheckpointError
 
 FORMAT = "rlhpc-checkpoint"
@@ -151,16 +151,21 @@ class CheckpointManifest:
             )
         return entries
 
-    def other_than(self, shapes: Mapping[str, Index]) -> str:
+    @property
+    def has_critic(self) -> bool:
+        return any(name.startswith(CRITIC_PREFIX) for name in self.shapes)
+
+    def other_than(self, shapes: Mapping[str, Index], *, critic: bool = True) -> str:
         """How the stored tensors differ from those of a model, whose shapes these are, by the first that does; "" where
-        all are the same."""
-        for name in sorted(self.shapes.keys() | shapes.keys()):
-            if name not in self.shapes:
+        all are the same. Without `critic` those of a critic don't count."""
+        stored = {name: shape for name, shape in self.shapes.items() if critic or not name.startswith(CRITIC_PREFIX)}
+        for name in sorted(stored.keys() | shapes.keys()):
+            if name not in stored:
                 return f"it has no {name}"
             if name not in shapes:
                 return f"it has {name}, the model hasn't"
-            if self.shapes[name] != shapes[name]:
-                return f"{name} has shape {self.shapes[name]}, the model's has {shapes[name]}"
+            if stored[name] != shapes[name]:
+                return f"{name} has shape {stored[name]}, the model's has {shapes[name]}"
         return ""
 
     def require_whole(self) -> None:

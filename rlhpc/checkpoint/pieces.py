@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 Index = tuple[int, ...]
 
+CRITIC_PREFIX = "critic."  # of the names of a critic's tensors, which lie beside the policy's
+
 TRAINED_KINDS = ("master", "exp_avg", "exp_avg_sq")  # of every parameter that the optimizer updates
 FROZEN_KIND = "weight"  # of every other one
 KINDS = (*TRAINED_KINDS, FROZEN_KIND)

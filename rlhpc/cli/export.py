@@ -162,7 +162,7 @@ def _model(run: Run | None, model_dir: Path | None, checkpoint: Path) -> Model:
 def _shapes(manifest: CheckpointManifest, model: Model) -> Shapes:
     """The model's tensors in their order. Raises CheckpointError unless they are the checkpoint's."""
     shapes = family_for(model.config).canonical_tensors(model.config)
-    if difference := manifest.other_than(shapes):
+    if difference := manifest.other_than(shapes, critic=False):
         raise CheckpointError(
             f"{manifest.directory} is of another model than {model.directory}: {difference}; give the directory of its "
             "own with --model DIR"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.config.critic import critic_problems
 from rlhpc.config.in_place import in_place_experts
 from rlhpc.config.keeping import kept_checkpoints
 from rlhpc.config.model_dir import fix_path, read_model_config
@@ -92,6 +93,7 @@ def check(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int, *, d
     if not problems:  # the arithmetic below wants sizes of at least 1
         case = _Case(cfg, model_facts(model_config), world_size, device or cfg.trainer.device)
         problems = [problem for rule in _RULES for problem in rule(case)]
+        problems += critic_problems(cfg, model_config, world_size)
         problems = problems or [*in_place_experts(cfg, model_config, world_size, case.device)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -308,18 +310,11 @@ def _algorithm(case: _Case) -> Iterator[str]:
             f"{_ROLLOUT}.n={n} leaves algorithm.adv_estimator={algorithm.adv_estimator} without a "
             "group to compare with; set n to at least 2, or adv_estimator=reinforce_plus_plus"
         )
-    group = "use algorithm.adv_estimator=grpo or another group estimator"
-    if algorithm.adv_estimator == "gae" or algorithm.use_critic or cfg.critic.enable:
-        asked = {
-            "algorithm.adv_estimator=gae": algorithm.adv_estimator == "gae",
-            "algorithm.use_critic=true": algorithm.use_critic,
-            "critic.enable=true": cfg.critic.enable,
-        }
-        yield f"{' and '.join(k for k, on in asked.items() if on)}: the critic is not available yet; {group}"
     if algorithm.adv_estimator == "remax":
-        yield f"algorithm.adv_estimator=remax needs greedy baselines, which are not sampled yet; {group}"
-    if cfg.trainer.critic_warmup:
-        yield f"trainer.critic_warmup={cfg.trainer.critic_warmup} needs the critic, not available yet; set 0"
+        yield (
+            "algorithm.adv_estimator=remax needs greedy baselines, which are not sampled yet; use "
+            "algorithm.adv_estimator=grpo or another group estimator"
+        )
 
 
 def _trainer(case: _Case) -> Iterator[str]:
@@ -339,11 +334,12 @@ def _trainer(case: _Case) -> Iterator[str]:
         yield f"resume.what={resume.what} needs something to take from; set resume.from, or resume.what=all"
     if trainer.test_freq > 0 and not data.val_files:
         yield f"trainer.test_freq={trainer.test_freq} needs data.val_files; give them, or set test_freq=-1"
-    if actor.optim.lr_decay_style != "constant" and trainer.total_training_steps is None:
-        yield (
-            f"{_ACTOR}.optim.lr_decay_style={actor.optim.lr_decay_style} must know where it ends; "
-            "set trainer.total_training_steps, or lr_decay_style=constant"
-        )
+    for key, optim in ((_ACTOR, actor.optim), ("critic", case.cfg.critic.optim)):
+        if optim.lr_decay_style != "constant" and trainer.total_training_steps is None:
+            yield (
+                f"{key}.optim.lr_decay_style={optim.lr_decay_style} must know where it ends; "
+                "set trainer.total_training_steps, or lr_decay_style=constant"
+            )
     if not trainer.balance_batch:
         yield "trainer.balance_batch=false is not available: packing always evens out tokens; set true"
     if not actor.megatron.use_distributed_optimizer:

@@ -214,6 +214,7 @@ def _with_absolute_paths(cfg: RunConfig) -> RunConfig:
     for section, name in (
         (cfg, "run_dir"),
         (cfg.actor_rollout_ref.model, "path"),
+        (cfg.critic.model, "path"),
         (cfg.data, "train_files"),
         (cfg.data, "val_files"),
         (cfg.trainer, "default_local_dir"),

@@ -31,6 +31,12 @@ AT_LEAST_1 = (
     f"{_ROLLOUT}.val_kwargs.n",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    "critic.ppo_mini_batch_size",
+    "critic.ppo_micro_batch_size_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
+    "critic.forward_micro_batch_size_per_gpu",
+    "critic.forward_max_token_len_per_gpu",
+    "critic.ppo_epochs",
     "data.train_batch_size",
     "data.val_batch_size",
     "data.max_prompt_length",
@@ -52,11 +58,11 @@ AT_LEAST_1 = (
     "launch.max_attempts_without_progress",
 )
 AT_LEAST_0 = (
-    f"{_ACTOR}.optim.lr",
-    f"{_ACTOR}.optim.min_lr",
-    f"{_ACTOR}.optim.lr_warmup_steps",
-    f"{_ACTOR}.optim.weight_decay",
-    f"{_ACTOR}.optim.clip_grad",
+    *(
+        f"{model}.optim.{name}"
+        for model in (_ACTOR, "critic")
+        for name in ("lr", "min_lr", "lr_warmup_steps", "weight_decay", "clip_grad")
+    ),
     f"{_ACTOR}.kl_loss_coef",
     f"{_ACTOR}.megatron.moe_aux_loss_coeff",
     f"{_ROLLOUT}.chunk_prompts",
@@ -71,6 +77,8 @@ AT_LEAST_0 = (
 )
 ABOVE_0 = (
     f"{_ACTOR}.optim.eps",
+    "critic.optim.eps",
+    "critic.cliprange_value",
     f"{_ACTOR}.clip_ratio_high",
     f"{_ACTOR}.loss_scale_factor",
     f"{_ROLLOUT}.cpu_kv_cache_gib",
@@ -129,12 +137,13 @@ def out_of_range(cfg: RunConfig) -> Iterator[str]:
                 yield f"{key}={value} is out of range; {fix}"
     if "" in cfg.actor_rollout_ref.rollout.stop:
         yield f"{_ROLLOUT}.stop={cfg.actor_rollout_ref.rollout.stop} has an empty string; remove it"
-    for key in (f"{_ACTOR}.megatron.param_offload", f"{_ACTOR}.megatron.optimizer_offload"):
-        if (value := value_of(cfg, key)) not in (True, False, "auto"):
-            yield f"{key}={value!r} is unknown; choose true, false or auto"
-    betas = cfg.actor_rollout_ref.actor.optim.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield f"{_ACTOR}.optim.betas={betas} must be two numbers from 0 to below 1, such as [0.9, 0.999]"
+    for key in (f"{_ACTOR}.megatron", "critic.megatron"):
+        for name in ("param_offload", "optimizer_offload"):
+            if (value := value_of(cfg, f"{key}.{name}")) not in (True, False, "auto", None):
+                yield f"{key}.{name}={value!r} is unknown; choose true, false or auto"
+    for key in (f"{_ACTOR}.optim.betas", "critic.optim.betas"):
+        if len(betas := value_of(cfg, key)) != 2 or not all(0 <= beta < 1 for beta in betas):
+            yield f"{key}={betas} must be two numbers from 0 to below 1, such as [0.9, 0.999]"
 
 
 def unknown_names(cfg: RunConfig) -> Iterator[str]:
@@ -166,6 +175,8 @@ def _registries() -> dict[str, Collection[str]]:
         f"{_ACTOR}.kl_loss_type": KL_KINDS,
         f"{_ACTOR}.policy_loss.loss_mode": POLICY_LOSSES,
         f"{_ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
+        "critic.optim.lr_decay_style": ("constant", "linear", "cosine"),
+        "critic.loss_agg_mode": AGG_MODES,
         f"{_ROLLOUT}.name": ("vllm",),
         "reshard.sink": ("direct", "reference"),
         "algorithm.adv_estimator": ESTIMATORS,

@@ -129,8 +129,40 @@ class ActorRolloutRefConfig:
 
 
 @dataclass
+class CriticModelConfig:
+    path: str | None = None  # HF directory with the decoder to begin with (the head begins at 0); None: the actor's
+    enable_gradient_checkpointing: bool | None = None  # None: the actor's
+
+
+@dataclass
+class CriticMegatronConfig:
+    tensor_model_parallel_size: int | None = None  # sizes are the actor's, whatever is given has to be the same
+    pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+    expert_model_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = None
+    param_offload: bool | str | None = None  # None: the actor's, as are all other settings of its megatron section
+    optimizer_offload: bool | str | None = None
+    grad_offload: bool | None = None
+
+
+@dataclass
 class CriticConfig:
-    enable: bool | None = None  # None: what adv_estimator asks for; only false for now
+    """Of PPO's critic, which algorithm.adv_estimator=gae needs, and nothing else has."""
+
+    enable: bool | None = None  # None: what adv_estimator asks for
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    ppo_mini_batch_size: int | None = None  # prompts per optimizer step; None: the actor's
+    ppo_micro_batch_size_per_gpu: int | None = None  # trajectories; None: by token budget alone
+    ppo_max_token_len_per_gpu: int = 32768  # tokens per microbatch per rank
+    forward_micro_batch_size_per_gpu: int | None = None  # trajectories, for the values; None: by token budget alone
+    forward_max_token_len_per_gpu: int | None = None  # tokens, for the values; None: ppo_max_token_len_per_gpu
+    ppo_epochs: int | None = None  # passes over each rollout; None: the actor's
+    shuffle: bool | None = None  # None: the actor's
+    cliprange_value: float = 0.5  # how far from the old value a value still earns the loss's decrease
+    loss_agg_mode: str | None = None  # None: the actor's
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    megatron: CriticMegatronConfig = field(default_factory=CriticMegatronConfig)
 
 
 @dataclass
@@ -151,7 +183,7 @@ class AlgorithmConfig:
     gamma: float = 1.0  # discount per token
     lam: float = 1.0  # GAE's lambda
     norm_adv_by_std_in_grpo: bool = True  # false: Dr. GRPO's advantages
-    use_critic: bool | None = None  # same as critic.enable
+    use_critic: bool | None = None  # the same as critic.enable
     use_kl_in_reward: bool = False  # take the KL to the reference policy from each token's reward
     kl_penalty: str = "kl"  # its kind, as actor.kl_loss_type
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
@@ -197,7 +229,7 @@ class TrainerConfig:
     save_freq: int = -1  # steps; -1: only at the end
     test_freq: int = -1  # steps between validations; -1: only at the end
     val_before_train: bool = True  # validate the initial policy
-    critic_warmup: int = 0  # steps that train the critic alone; only 0 for now
+    critic_warmup: int = 0  # the first step that trains the policy too: those before it train the critic alone
     resume_mode: str = "auto"  # auto: newest in default_local_dir | disable | resume_path (verl's resume.from)
     resume_from_path: str | None = None  # for resume_mode=resume_path; the same as resume.from
     default_local_dir: str | None = None  # None: <run_dir>/checkpoints

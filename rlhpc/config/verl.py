@@ -19,7 +19,6 @@ class VerlKey:
 
 
 _LAYOUT = "the reference policy has the actor's layout; remove it"
-_NO_CRITIC = "the critic is not available yet; use a group estimator such as algorithm.adv_estimator=grpo"
 _OFFLOAD = "the reference goes with the policy: set actor_rollout_ref.actor.megatron.param_offload"
 _NO_PROFILER = "profiling is not available yet; remove it"
 _NO_REWARD_MODEL = "reward models are not available yet; use a rule reward: reward.name=gsm8k or FILE.py:FUNCTION"
@@ -149,8 +148,37 @@ VERL_KEYS: dict[str, VerlKey] = {
         "write the rows as .jsonl or .parquet; custom dataset classes are not loaded", (None,)
     ),
     "data.sampler.*": VerlKey("custom samplers are not available", (None,)),
-    # critic, rewards
-    "critic.*": VerlKey(_NO_CRITIC),
+    # critic
+    "critic.rollout_n": VerlKey(f"set {_ROLLOUT}.n"),
+    "critic.strategy": VerlKey("the trainer is Megatron-core; set megatron", ("megatron",)),
+    "critic.use_dynamic_bsz": VerlKey(_TOKEN_BUDGET.format("critic.ppo_max_token_len_per_gpu"), (True,)),
+    "critic.ppo_micro_batch_size": VerlKey("set critic.ppo_micro_batch_size_per_gpu", (None,)),
+    "critic.forward_micro_batch_size": VerlKey("set critic.forward_micro_batch_size_per_gpu", (None,)),
+    "critic.grad_clip": VerlKey("set critic.optim.clip_grad"),
+    "critic.data_loader_seed": VerlKey("set seed", (None,)),
+    "critic.load_weight": VerlKey("weights are always loaded; set true", (True,)),
+    "critic.nccl_timeout": VerlKey("set cluster.collective_timeout_s (seconds)"),
+    "critic.ulysses_sequence_parallel_size": VerlKey("sequences are not split over ranks; set 1", (1,)),
+    "critic.checkpoint.*": VerlKey("checkpoints always hold the whole training state; see the checkpoint section"),
+    "critic.profiler.*": VerlKey(_NO_PROFILER),
+    "critic.model.tokenizer_path": VerlKey("tokens are the actor's; remove it", (None,)),
+    "critic.model.trust_remote_code": VerlKey("no code of a critic's directory is run; remove it", (False,)),
+    "critic.model.external_lib": VerlKey("external model code is not loaded; remove it", (None,)),
+    "critic.model.use_remove_padding": VerlKey("sequences are always packed without padding; set true", (True,)),
+    "critic.model.use_shm": VerlKey("each rank reads only its part of the files; remove it", (False,)),
+    "critic.model.override_config.*": VerlKey("edit the config.json of critic.model.path"),
+    "critic.model.fsdp_config.*": VerlKey("FSDP is not available yet; the critic has the actor's layout"),
+    "critic.model.lora*": VerlKey("LoRA is not available; remove it", (0,)),
+    "critic.optim.optimizer": VerlKey("the optimizer is AdamW; set adam", ("adam",)),
+    "critic.optim.lr_warmup_steps_ratio": VerlKey("set critic.optim.lr_warmup_steps (steps)", (0.0, 0)),
+    "critic.optim.warmup_style": VerlKey("set critic.optim.lr_decay_style", ("constant",)),
+    "critic.optim.total_training_steps": VerlKey("set trainer.total_training_steps", (-1,)),
+    "critic.optim.*": VerlKey("only the keys of actor_rollout_ref.actor.optim exist under critic.optim"),
+    "critic.megatron.sequence_parallel": VerlKey("follows tensor_model_parallel_size; set true", (True,)),
+    "critic.megatron.use_distributed_optimizer": VerlKey("optimizers are always sharded; set true", (True,)),
+    "critic.megatron.virtual_pipeline_model_parallel_size": VerlKey("interleaved stages are not available", (None,)),
+    "critic.megatron.*": VerlKey(f"the critic's is what {_MEGATRON} says; remove it"),
+    # rewards
     "reward_model.enable": VerlKey(_NO_REWARD_MODEL, (False,)),
     "reward_model.reward_manager": VerlKey("rewards are computed by row; set naive", ("naive",)),
     "reward_model.*": VerlKey(_NO_REWARD_MODEL),
@@ -165,7 +193,7 @@ VERL_KEYS: dict[str, VerlKey] = {
     "trainer.validation_data_dir": VerlKey("validation generations go to <run_dir>; remove it", (None,)),
     "trainer.default_hdfs_dir": VerlKey("set trainer.default_local_dir on a shared file system", (None,)),
     "trainer.max_actor_ckpt_to_keep": VerlKey("set checkpoint.keep"),
-    "trainer.max_critic_ckpt_to_keep": VerlKey(_NO_CRITIC, (None,)),
+    "trainer.max_critic_ckpt_to_keep": VerlKey("set checkpoint.keep: one checkpoint holds both", (None,)),
     "trainer.del_local_ckpt_after_load": VerlKey("checkpoints stay until checkpoint.keep drops them", (False,)),
     "trainer.ray_wait_register_center_timeout": VerlKey("set cluster.collective_timeout_s (seconds)"),
     "trainer.use_legacy_worker_impl": VerlKey("there is one worker; remove it"),

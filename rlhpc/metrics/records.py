@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlhpc.algorithms.critic import explained_variance
 from rlhpc.metrics.timer import phase_seconds
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "checkpoint/")
 
 # Phases in which the trainer works; through the others it waits.
-TRAINER_PHASES = ("old_log_prob", "ref", "update_actor", "update_critic")
+TRAINER_PHASES = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Scores, rewards, advantages, returns, lengths and reward failures of one step's trajectories.
+    """Scores, rewards, values, advantages, returns, lengths and reward failures of one step's trajectories.
 
     Scores are what the reward said, rewards that less an in-reward KL penalty; both leave out trajectories
     without a response token, as verl does. `response_length/clip_ratio` is the share that ran into the length
@@ -40,6 +41,7 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         **_mean_max_min("critic/rewards", batch.rewards.sum(-1)[answered]),
         **_mean_max_min("critic/advantages", batch.advantages[mask]),
         **_mean_max_min("critic/returns", batch.returns[mask]),
+        **_value_metrics(batch),
         **_mean_max_min("response_length", responses),
         "response_length/clip_ratio": _share([t.completion.finish_reason == "length" for t in trajectories]),
         **_mean_max_min("prompt_length", prompts),
@@ -51,6 +53,14 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         # Keys that a token attends to under a causal mask, averaged over the tokens.
         "perf/mean_context_tokens": float((lengths * (lengths + 1) / 2).sum() / lengths.sum()),
     }
+
+
+def _value_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Of the critic that the advantages were estimated with, if there is one."""
+    if batch.values is None:
+        return {}
+    explained = explained_variance(batch.values, batch.returns, batch.rollout.mask)
+    return _mean_max_min("critic/values", batch.values[batch.rollout.mask > 0]) | {"critic/vf_explained_var": explained}
 
 
 def _alike_ratio(scores: torch.Tensor, group_ids: torch.Tensor) -> float:

@@ -13,6 +13,7 @@ from rlhpc.cluster.attempt import Attempt
 from rlhpc.cluster.placement import Placement
 from rlhpc.cluster.stop import StopFlag
 from rlhpc.config.checks import device_of
+from rlhpc.config.critic import critic_model_config, needs_critic
 from rlhpc.config.model_dir import eos_token_ids, read_model_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.cursor import PromptCursor
@@ -97,6 +98,9 @@ def load_data(cfg: RunConfig, directory: Path) -> tuple[Any, PromptDataset, Prom
     family = family_for(model_config)
     check_hf(model_dir, family.canonical_tensors(model_config))
     eos_token_ids(model_dir, model_config)  # for its refusal: the ranks read them
+    if needs_critic(cfg) and cfg.critic.model.path is not None:
+        critic_config = critic_model_config(cfg, model_config)
+        check_hf(Path(cfg.critic.model.path), family_for(critic_config).canonical_tensors(critic_config))
     check_start(cfg, model_config)
     check_identity(directory, cfg.tree(), model_config, trained=has_trained(directory))
     tokenizer = load_tokenizer(cfg)

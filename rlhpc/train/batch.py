@@ -62,6 +62,13 @@ class TrainBatch:
     returns: torch.Tensor
     fields: dict[str, torch.Tensor]  # what travels to the trainer, by the names of PackedBatch.token_fields
     metrics: dict[str, float]
+    values: torch.Tensor | None = None  # the critic's, that advantages and returns were estimated with
+
+    @property
+    def critic_fields(self) -> dict[str, torch.Tensor]:
+        """What travels to the trainer for the critic's update."""
+        assert self.values is not None
+        return {"values": self.values, "returns": self.returns}
 
 
 def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
@@ -79,6 +86,7 @@ def prepare(
     algorithm: AlgorithmConfig,
     *,
     kl_in_loss: bool,
+    values: Sequence[np.ndarray] | None = None,
 ) -> TrainBatch:
     """Advantages and corrections of one batch; pure."""
     mask = rollout.mask
@@ -94,10 +102,12 @@ def prepare(
                 rewards, behavior, reference, mask, kind=algorithm.kl_penalty, coef=algorithm.kl_ctrl.kl_coef
             )
             metrics |= more
+    of_critic = None if values is None else pad(values)
     advantages, returns = ESTIMATORS[algorithm.adv_estimator](
         rewards,
         mask,
         rollout.group_ids,
+        values=of_critic,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
@@ -114,4 +124,4 @@ def prepare(
         )
         fields["rollout_weights"] = weights
         metrics |= more
-    return TrainBatch(rollout, behavior, rewards, advantages, returns, fields, metrics)
+    return TrainBatch(rollout, behavior, rewards, advantages, returns, fields, metrics, of_critic)

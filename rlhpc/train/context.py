@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.stop import StopFlag, UpdateCut
+from rlhpc.config.critic import Critic, needs_critic
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.cursor import PromptCursor
 from rlhpc.data.dataset import PromptDataset
@@ -24,7 +26,7 @@ from rlhpc.metrics.timer import PhaseTimer
 from rlhpc.train.deadline import in_time
 from rlhpc.train.persistence import TrainState
 from rlhpc.train.progress import PHASES, Progress
-from rlhpc.train.protocols import LossSpec, SamplingSpec
+from rlhpc.train.protocols import LossSpec, SamplingSpec, ValueLossSpec
 from rlhpc.train.ranks import Ranks
 from rlhpc.train.saver import Saver
 from rlhpc.train.scoring import Scorer
@@ -48,6 +50,11 @@ class Run:
     stop: StopFlag
     progress: Progress
     total_steps: int
+
+    @cached_property
+    def critic(self) -> Critic | None:
+        """What the critic is trained with; None without one."""
+        return Critic.of(self.cfg) if needs_critic(self.cfg) else None
 
     @property
     def needs_reference(self) -> bool:
@@ -165,12 +172,22 @@ class Run:
             max_sequences=limits.log_prob_micro_batch_size_per_gpu,
         )
 
+    def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        """The critic's values before each response token. Raises StopRequested before it begins."""
+        self.stop.check()
+        assert self.critic is not None
+        return self.ranks.values(
+            sequences,
+            max_tokens=self.critic.forward_max_token_len_per_gpu,
+            max_sequences=self.critic.forward_micro_batch_size_per_gpu,
+        )
+
     def in_time(self, step: int, mini_batches: Sequence[list[TokenSequence]]) -> Iterator[list[TokenSequence]]:
         """The mini-batches of an update. Raises StopRequested before the first one, and UpdateCut after it where the
         update can't be finished before a deadline."""
 
         def part(fraction: float) -> None:
-            self.part(step, "update_actor", fraction)
+            self.part(step, "update", fraction)
 
         try:
             save_s = self.progress.save_s + self.saver.remaining_s
@@ -183,16 +200,15 @@ class Run:
     def optimize(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
         """One optimizer step on a mini-batch; its global token and sequence counts normalise the loss."""
         actor = self.cfg.actor_rollout_ref.actor
-        num_tokens = sum(len(s.token_ids) - s.prompt_len for s in sequences)
         loss = LossSpec(
             loss_mode=actor.policy_loss.loss_mode,
             clip_low=_or(actor.clip_ratio_low, actor.clip_ratio),
             clip_high=_or(actor.clip_ratio_high, actor.clip_ratio),
             clip_c=actor.clip_ratio_c,
             loss_agg_mode=actor.loss_agg_mode,
-            num_global_tokens=float(num_tokens),
+            num_global_tokens=float(sum(s.response_len for s in sequences)),
             num_global_seqs=float(len(sequences)),
-            loss_scale_factor=_or(actor.loss_scale_factor, float(self.cfg.data.max_response_length)),
+            loss_scale_factor=self._loss_scale_factor,
             entropy_coeff=actor.entropy_coeff,
             kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
             kl_type=actor.kl_loss_type,
@@ -204,6 +220,29 @@ class Run:
             max_tokens=actor.ppo_max_token_len_per_gpu,
             max_sequences=actor.ppo_micro_batch_size_per_gpu,
         )
+
+    def optimize_critic(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+        """The same of the critic."""
+        critic = self.critic
+        assert critic is not None
+        loss = ValueLossSpec(
+            clip=critic.cliprange_value,
+            loss_agg_mode=critic.loss_agg_mode,
+            num_global_tokens=float(sum(s.response_len for s in sequences)),
+            num_global_seqs=float(len(sequences)),
+            loss_scale_factor=self._loss_scale_factor,
+        )
+        return self.ranks.step(
+            sequences,
+            loss,
+            max_tokens=critic.ppo_max_token_len_per_gpu,
+            max_sequences=critic.ppo_micro_batch_size_per_gpu,
+        )
+
+    @property
+    def _loss_scale_factor(self) -> float:
+        given = self.cfg.actor_rollout_ref.actor.loss_scale_factor
+        return _or(given, float(self.cfg.data.max_response_length))
 
 
 def _save_sequences(path: Path, sequences: Sequence[TokenSequence]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from itertools import islice
 
 import numpy as np
 
 from rlhpc.algorithms.statistics import mismatch
 from rlhpc.cluster.stop import StopRequested
+from rlhpc.config.critic import Critic
 from rlhpc.config.schema import ActorConfig
 from rlhpc.data.packing import TokenSequence
 from rlhpc.metrics.records import batch_metrics
@@ -68,21 +70,35 @@ def train_step(run: Run, state: TrainState) -> TrainState:
         trainer_logprobs = run.logprobs(rollout.sequences(), "policy")
     with timer.phase("ref"):
         ref_logprobs = run.logprobs(rollout.sequences(), "reference") if run.needs_reference else None
+    with timer.phase("values"):
+        values = run.values(rollout.sequences()) if run.critic else None
 
     with timer.phase("adv"):
-        batch = prepare(rollout, trainer_logprobs, ref_logprobs, cfg.algorithm, kl_in_loss=actor.use_kl_loss)
-    with timer.phase("update_actor"):
-        updates = []
+        batch = prepare(
+            rollout, trainer_logprobs, ref_logprobs, cfg.algorithm, kl_in_loss=actor.use_kl_loss, values=values
+        )
+    n, updates = cfg.actor_rollout_ref.rollout.n, []
+    if run.critic:
+        sequences = rollout.sequences(**batch.critic_fields)
+        updates.append(("update_critic", run.optimize_critic, mini_batches(sequences, run.critic, n, seed)))
+    if step >= cfg.trainer.critic_warmup:
         sequences = rollout.sequences(**batch.fields)
-        for mini_batch in run.in_time(step, mini_batches(sequences, actor, cfg.actor_rollout_ref.rollout.n, seed)):
-            with run.batch_kept_on_failure(step, mini_batch):
-                updates.append(run.optimize(mini_batch))
+        updates.append(("update_actor", run.optimize, mini_batches(sequences, actor, n, seed)))
+    due = run.in_time(step, [mini_batch for _, _, batches in updates for mini_batch in batches])
+    learnt: dict[str, float] = {}
+    for phase, optimize, batches in updates:
+        with timer.phase(phase):
+            found = []
+            for mini_batch in islice(due, len(batches)):
+                with run.batch_kept_on_failure(step, mini_batch):
+                    found.append(optimize(mini_batch))
+            learnt |= {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
 
     record = (
         batch_metrics(batch)
         | mismatch(batch.trainer_logprobs, rollout.rollout_logprobs, rollout.mask)
         | batch.metrics
-        | {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        | learnt
         | {"training/global_step": step, "training/epoch": run.cursor.epoch}
         | timer.metrics()
         | run.ranks.usage()
@@ -90,13 +106,15 @@ def train_step(run: Run, state: TrainState) -> TrainState:
     return TrainState(step, run.cursor.state(), record)
 
 
-def mini_batches(sequences: list[TokenSequence], actor: ActorConfig, n: int, seed: int) -> list[list[TokenSequence]]:
+def mini_batches(
+    sequences: list[TokenSequence], model: ActorConfig | Critic, n: int, seed: int
+) -> list[list[TokenSequence]]:
     """`ppo_mini_batch_size` prompts with all their n trajectories at a time, `ppo_epochs` times over."""
-    size = actor.ppo_mini_batch_size * n
+    size = model.ppo_mini_batch_size * n
     batches = []
-    for epoch in range(actor.ppo_epochs):
+    for epoch in range(model.ppo_epochs):
         order = np.arange(len(sequences))
-        if actor.shuffle:
+        if model.shuffle:
             order = np.random.default_rng([seed, epoch]).permutation(len(sequences))
         for begin in range(0, len(sequences), size):
             batches.append([sequences[index] for index in order[begin : begin + size]])

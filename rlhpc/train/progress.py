@@ -38,7 +38,9 @@ PHASES = {
     "reward": "score",
     "old_log_prob": "logprobs",
     "ref": "logprobs",
+    "values": "logprobs",
     "adv": "advantages",
+    "update_critic": "update",
     "update_actor": "update",
 }
 _MILESTONES = {"restore": "restored", "publish": "first_publish", "generate": "first_rollout"}

@@ -46,6 +46,17 @@ class LossSpec:
 
 
 @dataclass(frozen=True)
+class ValueLossSpec:
+    """What one optimizer step of the critic minimises, and its global normalisers, as in LossSpec."""
+
+    clip: float
+    loss_agg_mode: str
+    num_global_tokens: float
+    num_global_seqs: float
+    loss_scale_factor: float | None
+
+
+@dataclass(frozen=True)
 class TrainerState:
     """One rank's part of the training state. Tensors are live until the next step; what sleeps, in host memory.
 
@@ -96,9 +107,14 @@ class Trainer(WeightSource, Protocol):
         """Per-token logprobs float32 [T] per batch (0 where loss_mask is 0). `model` is "policy" or "reference"."""
         ...
 
-    def step(self, batches: Sequence[PackedBatch], loss: LossSpec) -> dict[str, float]:
-        """One optimizer step. Returns metrics summed over this rank's microbatches with global normalisers (to be
-        summed over data-parallel ranks), except `actor/grad_norm` and `actor/lr`, the same everywhere."""
+    def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """The critic's values before each response token, float32 [T] per batch (0 where loss_mask is 0)."""
+        ...
+
+    def step(self, batches: Sequence[PackedBatch], loss: LossSpec | ValueLossSpec) -> dict[str, float]:
+        """One optimizer step of the policy, or of the critic for a ValueLossSpec. Returns metrics summed over this
+        rank's microbatches with global normalisers (to be summed over data-parallel ranks), except `*/grad_norm` and
+        `*/lr`, the same everywhere."""
         ...
 
     def begin_sleep(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from rlhpc.checkpoint.manifest import FileEntry
 from rlhpc.data.packing import TokenSequence, pack, split_by_sequence
 from rlhpc.data.types import Completion, PackedBatch, Prompt
-from rlhpc.train.protocols import LossSpec, SamplingSpec
+from rlhpc.train.protocols import LossSpec, SamplingSpec, ValueLossSpec
 
 
 class Caller(Protocol):
@@ -103,33 +103,47 @@ class Ranks:
         max_sequences: int | None,
     ) -> list[np.ndarray]:
         """float32 [R] per sequence, of its response tokens. `sequence_id`s must be 0..len-1."""
+        return self._per_token("logprobs", sequences, (temperature, model), max_tokens, max_sequences)
+
+    def values(
+        self, sequences: Sequence[TokenSequence], *, max_tokens: int, max_sequences: int | None
+    ) -> list[np.ndarray]:
+        """As `logprobs`, the critic's values."""
+        return self._per_token("values", sequences, (), max_tokens, max_sequences)
+
+    def _per_token(
+        self,
+        method: str,
+        sequences: Sequence[TokenSequence],
+        arguments: tuple[Any, ...],
+        max_tokens: int,
+        max_sequences: int | None,
+    ) -> list[np.ndarray]:
         shares = pack(sequences, dp_size=self.data_parallel_size, max_tokens=max_tokens, max_sequences=max_sequences)
-        results = self._caller.call(
-            "logprobs", [(shares[d], temperature, model) for d in self._dp_ranks], phase=self.phase
-        )
+        results = self._caller.call(method, [(shares[d], *arguments) for d in self._dp_ranks], phase=self.phase)
         found: dict[int, np.ndarray] = {}
         for dp_rank, values in zip(self._dp_ranks, results, strict=True):
-            for batch, logprobs in zip(shares[dp_rank], values, strict=True):
-                found.update(split_by_sequence(logprobs, batch))
+            for batch, of_tokens in zip(shares[dp_rank], values, strict=True):
+                found.update(split_by_sequence(of_tokens, batch))
         return [found[sequence.sequence_id] for sequence in sequences]
 
     def step(
         self,
         sequences: Sequence[TokenSequence],
-        loss: LossSpec,
+        loss: LossSpec | ValueLossSpec,
         *,
         max_tokens: int,
         max_sequences: int | None,
     ) -> dict[str, float]:
-        """One optimizer step on all sequences; metrics over the whole mini-batch."""
+        """One optimizer step on all sequences, of the model that the loss is of; metrics over the whole mini-batch."""
         shares: list[list[PackedBatch]] = pack(
             sequences, dp_size=self.data_parallel_size, max_tokens=max_tokens, max_sequences=max_sequences
         )
         results = self._caller.call("step", [(shares[d], loss) for d in self._dp_ranks], phase=self.phase)
         one_per_dp = {dp: result for dp, result in zip(self._dp_ranks, results, strict=True)}
-        same_everywhere = ("actor/grad_norm", "actor/lr")
+        same_everywhere = ("/grad_norm", "/lr")
         return {
-            name: value if name in same_everywhere else sum(result[name] for result in one_per_dp.values())
+            name: value if name.endswith(same_everywhere) else sum(result[name] for result in one_per_dp.values())
             for name, value in one_per_dp[0].items()
         }
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from rlhpc.checkpoint.manifest import CheckpointManifest
 from rlhpc.checkpoint.origin import Origin, age_s, find_origin, last_start, none_usable
-from rlhpc.checkpoint.pieces import FROZEN_KIND
+from rlhpc.checkpoint.pieces import CRITIC_PREFIX, FROZEN_KIND
 from rlhpc.checkpoint.store import CheckpointStore, Found
+from rlhpc.config.critic import critic_model_config, needs_critic
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.tree import MISSING, diff, shown
@@ -94,13 +95,14 @@ def check_start(cfg: RunConfig, model_config: Mapping[str, Any]) -> None:
         return
     manifest = origin.manifest
     _check_architecture(origin.settings.get("model"), model_config, origin)
-    if difference := manifest.other_than(family_for(model_config).canonical_tensors(model_config)):
+    if difference := manifest.other_than(family_for(model_config).canonical_tensors(model_config), critic=False):
         raise ModelError(
             f"{manifest.directory} is of another model than actor_rollout_ref.model.path: {difference}; give a "
             "checkpoint of the same architecture"
         )
     if origin.what == "all":
         _check_continues(cfg, manifest)
+        _check_critic(cfg, model_config, manifest)
 
 
 def _check_architecture(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any], origin: Origin) -> None:
@@ -138,6 +140,30 @@ def _check_continues(cfg: RunConfig, manifest: CheckpointManifest) -> None:
         raise ConfigError(
             f"trainer.total_training_steps={total} leaves nothing to train: {manifest.directory} is of step "
             f"{manifest.step}; set more, or resume.what=weights, which begins at step 0"
+        )
+
+
+def _check_critic(cfg: RunConfig, model_config: Mapping[str, Any], manifest: CheckpointManifest) -> None:
+    """It goes on as the policy does, or there is none."""
+    weights = "or resume.what=weights, which takes the policy's weights alone"
+    if not needs_critic(cfg):
+        if manifest.has_critic:
+            raise ConfigError(
+                f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} has no critic, but {manifest.directory} was "
+                f"saved with one; set algorithm.adv_estimator=gae, {weights}"
+            )
+        return
+    if not manifest.has_critic:
+        raise ConfigError(
+            f"algorithm.adv_estimator=gae needs a critic, but {manifest.directory} was saved without one; set the "
+            f"estimator that it was trained with, {weights}"
+        )
+    config = critic_model_config(cfg, model_config)
+    critic = {CRITIC_PREFIX + name: shape for name, shape in family_for(config).critic_tensors(config).items()}
+    if difference := manifest.other_than(family_for(model_config).canonical_tensors(model_config) | critic):
+        raise ModelError(
+            f"the critic in {manifest.directory} is of another model than critic.model.path: {difference}; give the "
+            f"model that it began with, {weights}"
         )
 
 

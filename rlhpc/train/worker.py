@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # a worker sets its environment before torch is first importe
     from rlhpc.checkpoint.manifest import FileEntry
     from rlhpc.cluster.placement import Placement
     from rlhpc.data.types import Completion, PackedBatch
-    from rlhpc.train.protocols import LossSpec, SamplingSpec
+    from rlhpc.train.protocols import LossSpec, SamplingSpec, ValueLossSpec
 
 _INTERRUPT_KEY = "rlhpc/interrupt"  # in the store where the ranks met
 _PATIENCE_S = 0.25  # between two looks at a stop, while ranks are waited for
@@ -179,7 +179,10 @@ class RankWorker:
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float, model: str) -> list[torch.Tensor]:
         return [values.cpu() for values in self.trainer.logprobs(batches, temperature=temperature, model=model)]
 
-    def step(self, batches: Sequence[PackedBatch], loss: LossSpec) -> dict[str, float]:
+    def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        return [values.cpu() for values in self.trainer.values(batches)]
+
+    def step(self, batches: Sequence[PackedBatch], loss: LossSpec | ValueLossSpec) -> dict[str, float]:
         self._saver.before_change()
         return self.trainer.step(batches, loss)
 

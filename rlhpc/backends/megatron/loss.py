@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from rlhpc.algorithms.critic import value_loss
 from rlhpc.algorithms.kl import kl_penalty
 from rlhpc.algorithms.losses import POLICY_LOSSES, aggregate
 from rlhpc.data.packing import unpack
 from rlhpc.data.types import PackedBatch
-from rlhpc.train.protocols import LossSpec
+from rlhpc.train.protocols import LossSpec, ValueLossSpec
 
 
 def microbatch_loss(
@@ -48,3 +49,23 @@ def microbatch_loss(
         loss = loss + spec.kl_coef * kl_loss
         metrics |= {"actor/kl_loss": kl_loss.detach()}
     return loss, metrics
+
+
+def microbatch_value_loss(
+    values: torch.Tensor, batch: PackedBatch, spec: ValueLossSpec
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As `microbatch_loss`, of the critic's `values` [T]. Reads the token fields values and returns."""
+    rows = {name: unpack(of_tokens, batch)[0] for name, of_tokens in batch.token_fields.items()}
+    predicted, mask = unpack(values, batch)
+    loss, metrics = value_loss(
+        predicted,
+        rows["values"],
+        rows["returns"],
+        mask,
+        clip=spec.clip,
+        loss_agg_mode=spec.loss_agg_mode,
+        num_global_tokens=spec.num_global_tokens,
+        num_global_seqs=spec.num_global_seqs,
+        scale=spec.loss_scale_factor,
+    )
+    return loss, metrics | {"critic/vf_loss": loss.detach()}

@@ -1,8 +1,9 @@
-"""The policy as a Megatron-core GPTModel with rlhpc's attention, experts and norm in its layer spec."""
+"""Policy and critic as Megatron-core GPTModels with rlhpc's attention, experts and norm in their layer spec."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch.nn.functional import linear
 
 from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences, rotary_frequencies
 from rlhpc.backends.megatron.dispatch import Dispatcher
@@ -134,10 +136,10 @@ def _layer_spec(facts: ModelFacts) -> ModuleSpec:
     )
 
 
-class PolicyModel(GPTModel):
-    """This pipeline stage of the decoder. Its parameters carry the names of reshard.families' trainer specs.
+class Decoder(GPTModel):
+    """This pipeline stage of a decoder. Its parameters carry the names of reshard.families' trainer specs.
 
-    The last stage returns final hidden states instead of logits: `logprobs` needs those of predicting positions only.
+    The last stage returns final hidden states instead of logits.
     """
 
     def __init__(self, config: TransformerConfig, facts: ModelFacts) -> None:
@@ -193,6 +195,10 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
 
+
+class PolicyModel(Decoder):
+    """The logits of predicting positions alone are made, and those a few at a time."""
+
     def logprobs(
         self, hidden: torch.Tensor, batch: PackedBatch, packed: PackedSequences, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,3 +226,23 @@ class PolicyModel(GPTModel):
         zeros = torch.zeros(batch.num_tokens, dtype=torch.float32, device=hidden.device)
         logprobs, entropies = (zeros.index_copy(0, predicting, value) for value in values)
         return logprobs, entropies
+
+
+class ValueModel(Decoder):
+    """A decoder whose output layer has one row: what is still to come, judged at each position."""
+
+    def __init__(self, config: TransformerConfig, facts: ModelFacts) -> None:
+        super().__init__(config, replace(facts, tied_embeddings=False))
+        if self.post_process:
+            self.output_layer = torch.nn.Linear(facts.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            # Each tensor-parallel rank multiplies its part of the sequence: Megatron adds up their gradients.
+            self.output_layer.weight.sequence_parallel = config.sequence_parallel
+
+    def values(self, hidden: torch.Tensor, batch: PackedBatch, packed: PackedSequences) -> torch.Tensor:
+        """float32 [T], aligned with `batch`: entry t is the value before input_ids[t + 1] is chosen; 0 where loss_mask
+        is 0. `hidden` is the last stage's output."""
+        values = linear(hidden[:, 0].float(), self.output_layer.weight.float())[:, 0]
+        if self.config.sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        values = torch.zeros_like(values).index_copy(0, packed.order, values[: len(packed.order)])
+        return torch.where(batch.loss_mask > 0, values[: batch.num_tokens], 0.0)

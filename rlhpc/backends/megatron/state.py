@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 
 from rlhpc.backends.megatron.optimizer import MOMENTS, Optimizer
 from rlhpc.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, read_manifest
-from rlhpc.checkpoint.pieces import Piece
+from rlhpc.checkpoint.pieces import Index, Piece
 from rlhpc.checkpoint.shards import read_rank_state
 from rlhpc.errors import CheckpointError, RlhpcError
 from rlhpc.layout.parallel import ParallelLayout
@@ -30,19 +31,27 @@ MASTER, FROZEN = WEIGHT_KINDS
 Buffers = dict[str, torch.Tensor]
 
 
-class TrainingState:
-    """Where the masters, moments and frozen parameters of one rank lie in the canonical tensors.
+class ModelState:
+    """Where the masters, moments and frozen parameters of one rank's model lie in the canonical tensors.
 
     Masters and moments are what the distributed optimizer's flat ranges hold, so that the ranks' boxes make up each
     tensor once (norms as often as there are tensor-parallel ranks). Frozen parameters have no optimizer state: each is
     saved by one of the ranks that hold it, and read by all. Padding belongs to no box; a load makes it zero.
+
+    `prefix` precedes the names of tensors and scalars in checkpoints.
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], optimizer: Optimizer, specs: Sequence[ShardSpec], rank: int
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizer: Optimizer,
+        specs: Sequence[ShardSpec],
+        rank: int,
+        prefix: str = "",
     ) -> None:
-        self._optimizer, self._rank = optimizer, rank
-        self._shapes = {spec.name: spec.shape for spec in specs}
+        self._optimizer, self._rank, self._prefix = optimizer, rank, prefix
+        specs = [replace(spec, name=prefix + spec.name) for spec in specs]
+        self.shapes = {spec.name: spec.shape for spec in specs}
         own = [ShardSpec(s.name, s.shape, s.dtype, shards) for s in specs if (shards := tuple(s.on(rank)))]
         ranges = [
             FlatRange(rank, shard.name, tuple(parameters[shard.name].shape), shard.start, shard.stop)
@@ -56,15 +65,19 @@ class TrainingState:
         self._frozen = _in_buffers(own, self._buffers[FROZEN])
         self._frozen_saved = _in_buffers(_taking_turns(specs, rank), self._buffers[FROZEN])
 
-    def saved(self, resident: Callable[[torch.Tensor], torch.Tensor]) -> TrainerState:
+    def pieces(self, resident: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[tuple[Piece, torch.Tensor]]:
         """What this rank saves; `resident` says where a tensor's content is now."""
-        pieces: list[tuple[Piece, torch.Tensor]] = []
         for kind, specs in [*((kind, self._trained) for kind in (MASTER, *MOMENTS)), (FROZEN, self._frozen_saved)]:
             buffers = {name: resident(tensor) for name, tensor in self._buffers[kind].items()}
-            pieces += pieces_of(kind, specs, self._rank, buffers)
-        shapes = {piece.name: self._shapes[piece.name] for piece, _ in pieces}
-        tensors, rng = rng_state()
-        return TrainerState(pieces, shapes, tensors, {"optimizer_step": self._optimizer.schedule.num_steps, "rng": rng})
+            yield from pieces_of(kind, specs, self._rank, buffers)
+
+    @property
+    def scalars(self) -> dict[str, int]:
+        return {self._step_name: self._optimizer.schedule.num_steps}
+
+    @property
+    def _step_name(self) -> str:
+        return f"{self._prefix}optimizer_step"
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that a load writes into."""
@@ -72,35 +85,30 @@ class TrainingState:
             yield from (shard.of(kind) for kind in (MASTER, *MOMENTS))
         yield from self._buffers[FROZEN].values()
 
-    def check(self, manifest: CheckpointManifest) -> None:
-        """Raises CheckpointError unless the checkpoint is of a model with the same tensors; reads nothing."""
-        if difference := manifest.other_than(self._shapes):
-            raise CheckpointError(
-                f"{manifest.directory} is of another model than this run's: {difference}; resume with the model that "
-                "wrote it"
-            )
-
-    @torch.no_grad()
-    def load(self, manifest: CheckpointManifest, layout: ParallelLayout, seed: int) -> None:
-        """Masters, moments, frozen parameters, and where schedule and generators stand: the latter begin with `seed`
-        under another layout than the writers'. Afterwards the masters have to be published.
-
-        Raises CheckpointError, the state being neither the old nor the new one then.
-        """
-        self.check(manifest)
-        step = _optimizer_step(manifest)
-        trained = [Wanted(kind, self._trained, self._buffers[kind]) for kind in (MASTER, *MOMENTS)]
+    def wanted(self) -> Iterator[Wanted]:
+        """What a load reads, after making all that it reads into zero."""
         self._zero(MASTER, *MOMENTS)
-        load_together(manifest, self._rank, [*trained, Wanted(FROZEN, self._frozen, self._buffers[FROZEN], cast=True)])
+        for kind in (MASTER, *MOMENTS):
+            yield Wanted(kind, self._trained, self._buffers[kind])
+        yield Wanted(FROZEN, self._frozen, self._buffers[FROZEN], cast=True)
+
+    def optimizer_step(self, manifest: CheckpointManifest) -> int:
+        """The one that all ranks had reached when they wrote the checkpoint."""
+        name = self._step_name
+        steps = {entry.scalars[name]: entry.rank for entry in manifest.files if name in entry.scalars}
+        if len(steps) != 1:
+            found = " and ".join(f"{step} (rank {rank})" for step, rank in sorted(steps.items()))
+            raise CheckpointError(
+                f"{manifest.directory} holds the state after different optimizer steps ({name}): {found or None}"
+            )
+        return int(next(iter(steps)))
+
+    def go_on_after(self, step: int) -> None:
+        """So many optimizer steps were taken."""
         for shard in self._optimizer.shards():
             shard.state["step"].fill_(step)
         self._optimizer.schedule.num_steps = 0
         self._optimizer.schedule.step(increment=step)
-        tensors, scalars = read_rank_state(manifest, self._rank) if manifest.layout == vars(layout) else ({}, {})
-        if tensors and ("rng/cuda" in tensors) == torch.cuda.is_available():
-            load_rng_state(tensors, scalars["rng"])
-        else:
-            seed_rng(seed)
 
     @torch.no_grad()
     def load_weights(self, source: Path) -> None:
@@ -113,16 +121,54 @@ class TrainingState:
         self._zero(MASTER)
         if (source / MANIFEST_NAME).exists():
             manifest = read_manifest(source)
-            self.check(manifest)
+            _check(manifest, self.shapes, critic=False)
             load_saved(manifest, WEIGHT_KINDS, held.values(), self._rank, buffers, cast=True)
         else:
-            absent = (ShardSpec(name, shape, "float32", ()) for name, shape in self._shapes.items() if name not in held)
+            absent = (ShardSpec(name, shape, "float32", ()) for name, shape in self.shapes.items() if name not in held)
             load_hf(source, [*held.values(), *absent], self._rank, buffers)
 
     def _zero(self, *kinds: str) -> None:
         for shard in self._optimizer.shards():
             for kind in kinds:
                 shard.of(kind).zero_()
+
+
+def saved(models: Sequence[ModelState], resident: Callable[[torch.Tensor], torch.Tensor]) -> TrainerState:
+    """What this rank saves of its models and generators; `resident` says where a tensor's content is now."""
+    pieces = [piece for model in models for piece in model.pieces(resident)]
+    shapes = {name: shape for model in models for name, shape in model.shapes.items()}
+    tensors, rng = rng_state()
+    scalars: dict[str, Any] = {name: value for model in models for name, value in model.scalars.items()}
+    held = {piece.name: shapes[piece.name] for piece, _ in pieces}
+    return TrainerState(pieces, held, tensors, scalars | {"rng": rng})
+
+
+@torch.no_grad()
+def load(models: Sequence[ModelState], manifest: CheckpointManifest, layout: ParallelLayout, seed: int) -> None:
+    """Masters, moments, frozen parameters, and where schedules and generators stand: the latter begin with `seed` under
+    another layout than the writers'. Afterwards the masters have to be published.
+
+    Raises CheckpointError, the state being neither the old nor the new one then.
+    """
+    _check(manifest, {name: shape for model in models for name, shape in model.shapes.items()})
+    steps = [model.optimizer_step(manifest) for model in models]
+    load_together(manifest, dist.get_rank(), [wanted for model in models for wanted in model.wanted()])
+    for model, step in zip(models, steps, strict=True):
+        model.go_on_after(step)
+    tensors, scalars = read_rank_state(manifest, dist.get_rank()) if manifest.layout == vars(layout) else ({}, {})
+    if tensors and ("rng/cuda" in tensors) == torch.cuda.is_available():
+        load_rng_state(tensors, scalars["rng"])
+    else:
+        seed_rng(seed)
+
+
+def _check(manifest: CheckpointManifest, shapes: Mapping[str, Index], *, critic: bool = True) -> None:
+    """Raises CheckpointError unless the checkpoint is of models with the same tensors; reads nothing."""
+    if difference := manifest.other_than(shapes, critic=critic):
+        raise CheckpointError(
+            f"{manifest.directory} is of another model than this run's: {difference}; resume with the model that "
+            "wrote it"
+        )
 
 
 @contextmanager
@@ -138,17 +184,6 @@ def told_to_all() -> Iterator[None]:
     if told := [(rank, *each) for rank, each in enumerate(failures) if each]:
         rank, kind, text = told[0]
         raise kind(f"rank {rank}: {text}" + (f"; and {len(told) - 1} more ranks" if len(told) > 1 else ""))
-
-
-def _optimizer_step(manifest: CheckpointManifest) -> int:
-    """The one that all ranks had reached when they wrote the checkpoint."""
-    steps = {
-        entry.scalars["optimizer_step"]: entry.rank for entry in manifest.files if "optimizer_step" in entry.scalars
-    }
-    if len(steps) != 1:
-        found = " and ".join(f"{step} (rank {rank})" for step, rank in sorted(steps.items()))
-        raise CheckpointError(f"{manifest.directory} holds the state after different optimizer steps: {found or None}")
-    return int(next(iter(steps)))
 
 
 def _in_buffers(specs: Sequence[ShardSpec], buffers: Mapping[str, torch.Tensor]) -> list[ShardSpec]:

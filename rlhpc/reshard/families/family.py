@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import Replicas, Shards, ShardSpec
@@ -13,6 +13,7 @@ from rlhpc.reshard.families.parts import LayerPart, Part
 from rlhpc.reshard.families.placement import Placement, Position, Shape, replicated, split
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+SCORE = "score.weight"  # a value model's head; Transformers' name for one that classifies
 ROLLOUT_VOCAB_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 
 
@@ -100,6 +101,22 @@ class Family:
                 ends[name] += replicas
         shards |= {name: Shards(replicas) for name, replicas in ends.items()}
         return self._specs(hf_config, shards, dtype)
+
+    def critic_tensors(self, hf_config: HfConfig) -> dict[str, Shape]:
+        """Those of a value model of this family: one row instead of the vocabulary's head."""
+        shapes = self.canonical_tensors(hf_config)
+        shapes.pop(HEAD, None)
+        return shapes | {SCORE: (1, self.model_facts(hf_config).hidden_size)}
+
+    def critic_specs(self, hf_config: HfConfig, layout: ParallelLayout, dtype: str) -> list[ShardSpec]:
+        """As `trainer_specs`, of a value model: every rank of the last stage has the whole row. Raises as it does."""
+        specs = {spec.name: spec for spec in self.trainer_specs(hf_config, layout, dtype)}
+        specs.pop(HEAD, None)
+        kept = (same for same in Shards.of(specs[EMBED].shards).replicas if same.buffer != "output_layer.weight")
+        specs[EMBED] = replace(specs[EMBED], shards=Shards(tuple(kept)))
+        shape = self.critic_tensors(hf_config)[SCORE]
+        row = Replicas(layout.ranks(pp=layout.pp - 1), (0, 0), shape, "output_layer.weight", (0, 0))
+        return [*specs.values(), ShardSpec(SCORE, shape, dtype, Shards((row,)))]
 
     def rollout_specs(
         self, hf_config: HfConfig, tp: int, ranks: Sequence[int], dtype: str, *, expert_parallel: bool = False
