@@ -136,14 +136,14 @@ class CriticModelConfig:
 
 @dataclass
 class CriticMegatronConfig:
-    tensor_model_parallel_size: int | None = None  # sizes are the actor's, whatever is given has to be the same
-    pipeline_model_parallel_size: int | None = None
-    context_parallel_size: int | None = None
-    expert_model_parallel_size: int | None = None
-    expert_tensor_parallel_size: int | None = None
-    param_offload: bool | str | None = None  # None: the actor's, as are all other settings of its megatron section
-    optimizer_offload: bool | str | None = None
-    grad_offload: bool | None = None
+    tensor_model_parallel_size: int | None = None  # ranks per dense layer; like all sizes here None, or the actor's
+    pipeline_model_parallel_size: int | None = None  # stages of layers
+    context_parallel_size: int | None = None  # ranks per sequence
+    expert_model_parallel_size: int | None = None  # groups that the experts are divided among
+    expert_tensor_parallel_size: int | None = None  # ranks per expert
+    param_offload: bool | str | None = None  # as the actor's; None: the same. All else of its section holds for both
+    optimizer_offload: bool | str | None = None  # None: the actor's
+    grad_offload: bool | None = None  # None: the actor's
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,8 @@ from rlhpc.checkpoint.shards import write_shard
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.errors import RlhpcError
 from tests.distributed import megatron_ranks
-from tests.distributed.megatron_ranks import make_trainer, train
+from tests.distributed.critic_ranks import critic_step
+from tests.distributed.megatron_ranks import make_trainer
 
 CHUNK_BYTES = 1 << 16  # a rank's file has dozens
 
@@ -63,6 +64,12 @@ def refusal(load_from: Path, model_dir: Path, sizes: Mapping[str, int], **settin
     except RlhpcError as error:
         return f"{type(error).__name__}: {error}"
     return "loaded"
+
+
+def train(trainer: Any, steps: range) -> Iterator[dict[str, float]]:
+    """Steps of the policy, and of the critic where there is one."""
+    for step, metrics in zip(steps, megatron_ranks.train(trainer, steps), strict=True):
+        yield metrics | (critic_step(trainer, seed=200 + step) if trainer._critic else {})
 
 
 def save(trainer: Any, root: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhpc.data.packing import pack, split_by_sequence
+from rlhpc.data.packing import TokenSequence, pack, split_by_sequence
 from rlhpc.train.protocols import ValueLossSpec
 from tests.distributed import megatron_ranks
 from tests.distributed.megatron_ranks import NUM_SEQUENCES, make_trainer, sequences
@@ -43,14 +43,7 @@ def one_step(model_dir: Path, sizes: Mapping[str, int], max_tokens: int, **setti
         shifts = packed.token_fields
         fields = {"values": of_tokens + shifts["behaviour_shift"], "returns": of_tokens + shifts["ref_shift"]}
         filled.append(replace(packed, token_fields=fields))
-    spec = ValueLossSpec(
-        clip=CLIP,
-        loss_agg_mode="token-mean",
-        num_global_tokens=float(sum(s.response_len for s in batch)),
-        num_global_seqs=float(len(batch)),
-        loss_scale_factor=None,
-    )
-    metrics = trainer.step(filled, spec)
+    metrics = trainer.step(filled, loss_spec(batch))
     return {
         "dp_rank": trainer.data_parallel_rank,
         "untrained": max(float(np.abs(of_tokens).max()) for of_tokens in untrained),
@@ -63,6 +56,27 @@ def one_step(model_dir: Path, sizes: Mapping[str, int], max_tokens: int, **setti
         "specs": critic.specs,
         "layout": trainer._layout,
     }
+
+
+def critic_step(trainer: Any, seed: int) -> dict[str, float]:
+    """On random sequences, whose returns are their advantages."""
+    batch = sequences(8, seed)
+    batches = pack(batch, dp_size=trainer.data_parallel_size, max_tokens=60)[trainer.data_parallel_rank]
+    filled = [
+        replace(packed, token_fields={"values": of_tokens, "returns": packed.token_fields["advantages"]})
+        for packed, of_tokens in zip(batches, trainer.values(batches), strict=True)
+    ]
+    return trainer.step(filled, loss_spec(batch))
+
+
+def loss_spec(batch: list[TokenSequence]) -> ValueLossSpec:
+    return ValueLossSpec(
+        clip=CLIP,
+        loss_agg_mode="token-mean",
+        num_global_tokens=float(sum(s.response_len for s in batch)),
+        num_global_seqs=float(len(batch)),
+        loss_scale_factor=None,
+    )
 
 
 def in_turn(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:

@@ -43,6 +43,8 @@ BASE = {
     f"{ROLLOUT}.n": 4,
 }
 
+GAE = {"algorithm.adv_estimator": "gae"}
+
 
 def config(overrides):
     cfg = OmegaConf.create({})
@@ -141,11 +143,20 @@ def test_allowed(overrides, world_size):
         ({f"{ROLLOUT}.max_num_batched_tokens": 512}, 4, ["max_num_seqs=1024 exceeds", "at most 512"]),
         ({f"{ROLLOUT}.n": 1}, 2, ["rollout.n=1 leaves", "at least 2"]),
         ({f"{ROLLOUT}.n": 1, "algorithm.adv_estimator": "rloo"}, 2, ["adv_estimator=rloo without a group"]),
-        ({"algorithm.adv_estimator": "gae"}, 4, ["adv_estimator=gae: the critic is not available yet"]),
-        ({"algorithm.use_critic": True}, 4, ["use_critic=true: the critic is not available yet"]),
-        ({"critic.enable": True}, 4, ["critic.enable=true: the critic is not available yet"]),
+        ({"algorithm.use_critic": True}, 4, ["use_critic=true, but algorithm.adv_estimator=grpo", "adv_estimator=gae"]),
+        ({"critic.enable": True}, 4, ["critic.enable=true, but algorithm.adv_estimator=grpo", "adv_estimator=gae"]),
+        (GAE | {"critic.enable": False}, 4, ["critic.enable=false, but algorithm.adv_estimator=gae needs"]),
+        (GAE | {"algorithm.use_critic": False}, 4, ["use_critic=false, but", "such as algorithm.adv_estimator=grpo"]),
+        (GAE | {"critic.megatron.tensor_model_parallel_size": 2}, 4, ["critic.megatron.tensor_model", "is 1", "too"]),
+        (GAE | {"critic.ppo_mini_batch_size": 96}, 4, ["critic.ppo_mini_batch_size=96 must divide", "choose 1, 2"]),
+        (GAE | {"critic.ppo_mini_batch_size": 1, f"{ROLLOUT}.n": 2}, 4, ["critic.ppo_mini", "= 2 traj", "of the 4"]),
+        (GAE | {"critic.forward_max_token_len_per_gpu": 9}, 4, ["critic.forward_max_token_len_per_gpu=9", "at least"]),
+        (GAE | {"critic.model.path": "/none"}, 4, ["critic.model.path=/none", "not a directory"]),
+        (GAE | {"critic.optim.lr_decay_style": "linear"}, 4, ["critic.optim.lr_decay_style=linear must know"]),
+        (GAE | {"critic.cliprange_value": 0}, 4, ["critic.cliprange_value=0", "above 0"]),
+        (GAE | {"critic.loss_agg_mode": "mean"}, 4, ["critic.loss_agg_mode='mean' is unknown", "token-mean"]),
         ({"algorithm.adv_estimator": "remax"}, 4, ["remax needs greedy baselines"]),
-        ({"trainer.critic_warmup": 1}, 4, ["critic_warmup=1", "set 0"]),
+        ({"trainer.critic_warmup": 1}, 4, ["critic_warmup=1 needs a critic", "adv_estimator=gae"]),
         ({"trainer.resume_mode": "resume_path"}, 4, ["resume_mode=resume_path with resume_from_path=None"]),
         ({"trainer.resume_from_path": "/c"}, 4, ["resume_mode=auto with resume_from_path=/c"]),
         (

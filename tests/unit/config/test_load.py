@@ -50,7 +50,7 @@ def test_paths_are_absolute(monkeypatch, tmp_path):
     ("key", "nearest"),
     [
         ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
-        ("trainer.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("actor_rollout_ref.optim.lr", "actor_rollout_ref.actor.optim.lr"),
         ("actor_rollout_ref.actor.megatron.expert_parallel_size", "expert_model_parallel_size"),
         ("trainer.n_gpu_per_node", "trainer.n_gpus_per_node"),
         ("algorithms.gamma", "algorithm.gamma"),
@@ -93,7 +93,10 @@ def test_wrong_type_names_value_and_expectation(key, value, message):
 
 
 def test_section_expected():
-    assert refusal("critic", 3) == "critic=3 must be a section with the keys enable"
+    assert refusal("checkpoint", 3) == (
+        "checkpoint=3 must be a section with the keys async_save, read_back, keep, keep_every, keep_best, best_metric, "
+        "best_mode, save_final"
+    )
 
 
 def test_every_problem_is_listed():
@@ -129,6 +132,8 @@ def test_bad_interpolation():
         ("data.return_raw_chat", True),
         ("data.truncation", "error"),
         ("critic.enable", False),
+        ("critic.strategy", "megatron"),
+        ("critic.model.use_remove_padding", True),
         ("algorithm.use_critic", False),
     ],
 )
@@ -148,7 +153,9 @@ def test_verl_key_that_says_what_is_done_anyway(key, value):
         ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size", 2, "the actor's layout"),
         ("actor_rollout_ref.rollout.engine_kwargs", {"vllm": {"a": 1}}, "only the keys of"),
         ("algorithm.filter_groups", {"enable": True}, "dynamic sampling"),
-        ("critic.optim", {"lr": 1e-5}, "the critic is not available yet"),
+        ("critic.strategy", "fsdp", "set megatron"),
+        ("critic.megatron.override_transformer_config", {"x": 1}, "what actor_rollout_ref.actor.megatron says"),
+        ("critic.optim.lr_warmup_steps_ratio", 0.1, "set critic.optim.lr_warmup_steps"),
         ("reward_model.enable", True, "rule reward"),
         ("trainer.max_actor_ckpt_to_keep", 3, "set checkpoint.keep"),
         ("data.truncation", "left", "never cut"),

@@ -1,0 +1,56 @@
+"""PPO with its critic: the real command, and the same again from a checkpoint of both."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.runs import ROOT, assert_same_end, command, comparable, rows, run_to_end
+from tests.hf_files import read_tensors
+
+PPO = (
+    "algorithm=ppo",
+    "algorithm.lam=0.95",
+    "actor_rollout_ref.rollout.n=2",
+    "critic.optim.lr=1e-3",
+    "critic.ppo_epochs=2",
+    "trainer.critic_warmup=2",
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=1",
+)
+
+
+def test_a_critic_is_trained_saved_and_resumed_bitwise(task: Path, tmp_path: Path) -> None:
+    """Three steps, of which the first trains the critic alone; a run that takes over the state after the second ends
+    where they do."""
+    whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "log"
+    run_to_end(command(task, whole, *PPO), log)
+    metrics = rows(whole)
+    for row in metrics[1:]:
+        assert row["critic/vf_loss"] > 0 and row["critic/grad_norm"] > 0 and row["critic/lr"] == 1e-3
+        assert row["timing_s/ranks/values"] > 0 and row["timing_s/ranks/update_critic"] > 0
+        assert ("actor/pg_loss" in row) == (row["step"] >= 2), row["step"]
+    assert metrics[1]["critic/values/max"] == 0.0 < metrics[3]["critic/values/max"]  # the head begins at 0
+    check_checkpoints(task, whole, tmp_path)
+
+    origin = f"resume.from={whole / 'checkpoints/step-000002'}"
+    run_to_end(command(task, part, *PPO, origin), log)
+    assert comparable(part)[-1] == comparable(whole)[-1]
+    (part / "metrics.jsonl").write_text((whole / "metrics.jsonl").read_text())
+    assert_same_end(part, whole)
+
+
+def check_checkpoints(task: Path, run_dir: Path, place: Path) -> None:
+    """The warm-up left the policy as it was, and an export is of the policy's tensors alone."""
+    rlhpc = [sys.executable, "-m", "rlhpc.cli.main"]
+    subprocess.run([*rlhpc, "export", run_dir, place / "exported", "--step", "1"], cwd=ROOT, check=True)
+    weights, exported = read_tensors(task / "model"), read_tensors(place / "exported")
+    assert exported.keys() == weights.keys()
+    assert all(tensor.equal(exported[name]) for name, tensor in weights.items())
+    listed = [*rlhpc, "inspect", "--json", "--tensors", "critic.*", run_dir]
+    tensors = json.loads(subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    found = {tensor["name"]: tensor["shape"] for tensor in tensors}
+    expected = {f"critic.{name}": list(t.shape) for name, t in weights.items() if name != "lm_head.weight"}
+    assert found == expected | {"critic.score.weight": [1, expected["critic.model.norm.weight"][0]]}
