@@ -83,7 +83,7 @@ def checked(runs: Sequence[RunConfig], models: Sequence[Mapping[str, Any]]) -> i
             problems += preflight.limits(cfg, cluster, cpus_per_node(cfg))
             warnings += preflight.cautions(cfg, cluster)
         problems += too_little_memory(cfg, model_config, device_of(cfg))
-        size = checkpoint_bytes(model_config)
+        size = checkpoint_bytes(cfg, model_config)
         problems += storage.refusals(cfg, elsewhere=cluster.elsewhere, checkpoint_bytes=size)
         warnings += storage.cautions(cfg, elsewhere=cluster.elsewhere)
     for warning in dict.fromkeys(warnings):

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhpc.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, read_manifest
-from rlhpc.checkpoint.pieces import ITEM_BYTES
+from rlhpc.checkpoint.pieces import CRITIC_PREFIX, ITEM_BYTES
 from rlhpc.cli.checkpoints import find
 from rlhpc.cli.plan import readable
 from rlhpc.cli.status import PIPED_WIDTH
@@ -61,6 +61,7 @@ class Checkpoint:
     config_digest: str | None
     validation: dict[str, float | None]  # the step's metrics that begin with val-core/; None: not finite
     missing: list[str]  # files that are absent or of another size than the manifest says
+    critic_parameters: int = 0  # beside the policy's `parameters`
 
 
 def inspect(argument: str, step: int | None = None, *, pattern: str | None = None, as_json: bool = False) -> None:
@@ -109,7 +110,8 @@ def look(step: int, directory: Path) -> Checkpoint:
         layout=dict(manifest.layout),
         size_bytes=manifest.size_bytes,
         files=len(manifest.files),
-        parameters=sum(map(prod, manifest.shapes.values())),
+        parameters=sum(prod(shape) for name, shape in manifest.shapes.items() if not name.startswith(CRITIC_PREFIX)),
+        critic_parameters=sum(prod(shape) for name, shape in manifest.shapes.items() if name.startswith(CRITIC_PREFIX)),
         tensors=len(manifest.shapes),
         bytes_by_kind={kind: by_kind[kind] for kind in manifest.kinds},
         config_digest=manifest.config_digest or None,
@@ -171,7 +173,8 @@ def details(one: Checkpoint) -> Iterator[str]:
     yield f"  step        {one.step}, policy version {one.policy_version}"
     yield f"  written     {clock(time.time() - one.age_s)}, {duration(one.age_s)} ago"
     yield f"  layout      {one.world_size} ranks: {layout_text(one.layout)}"
-    yield f"  model       {one.parameters:,} parameters in {one.tensors:,} tensors"
+    of_critic = f", and a critic's {one.critic_parameters:,}," if one.critic_parameters else ""
+    yield f"  model       {one.parameters:,} parameters{of_critic} in {one.tensors:,} tensors"
     yield f"  size        {readable(one.size_bytes)} in {one.files} files"
     for kind, num_bytes in one.bytes_by_kind.items():
         yield f"    {kind:<10}{readable(num_bytes):>10}"

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from rlhpc.config.checks import device_of
+from rlhpc.config.critic import Critic, critic_model_config, needs_critic
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schema import RunConfig
 from rlhpc.layout.spec import ShardSpec
@@ -29,6 +30,9 @@ class RankMemory:
     optimizer: int
     reference_weights: int
     rollout_weights: int
+    critic_weights: int = 0
+    critic_gradients: int = 0
+    critic_optimizer: int = 0
 
     @property
     def total(self) -> int:
@@ -73,6 +77,7 @@ def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMem
         expert_parallel=ref.rollout.expert_parallel_size > 1,
     )
     dense, experts = (_elements(group, layout.world_size) for group in _split(trainer))
+    critic = [_elements(group, layout.world_size) for group in _split(_critic_specs(cfg, model_config))]
     engine = _elements(rollout, layout.world_size)
     per_element = MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
     needs_reference = ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
@@ -84,24 +89,38 @@ def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMem
             optimizer=(dense[rank] // layout.dp + experts[rank] // layout.edp) * per_element,
             reference_weights=(dense[rank] + experts[rank]) * size if needs_reference else 0,
             rollout_weights=engine[rank] * size,
+            critic_weights=sum(part[rank] for part in critic) * size,
+            critic_gradients=sum(part[rank] for part in critic) * GRADIENT_BYTES,
+            critic_optimizer=(critic[0][rank] // layout.dp + critic[1][rank] // layout.edp) * per_element,
         )
         for rank in ranks
     ]
 
 
+def _critic_specs(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[ShardSpec]:
+    if not needs_critic(cfg):
+        return []
+    config = critic_model_config(cfg, model_config)
+    return family_for(config).critic_specs(config, trainer_layout(cfg), cfg.actor_rollout_ref.model.dtype)
+
+
 def node_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: str) -> NodeMemory:
     """Of the fullest node; `device` is "cpu" or "cuda"."""
     per_node, dtype = cfg.trainer.n_gpus_per_node, cfg.actor_rollout_ref.model.dtype
-    megatron = cfg.actor_rollout_ref.actor.megatron
+    megatron, critic = cfg.actor_rollout_ref.actor.megatron, Critic.of(cfg)
     optimizer_bytes = MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
     nodes = []
     memory = rank_memory(cfg, model_config)
     for first in range(0, len(memory), per_node):
         ranks = memory[first : first + per_node]
-        copies = sum(rank.optimizer // optimizer_bytes * SAVED_BYTES for rank in ranks)
-        weights = sum(rank.trainer_weights + rank.reference_weights for rank in ranks)
-        asleep = weights if megatron.param_offload else 0  # auto: at most
-        asleep += sum(rank.optimizer for rank in ranks) if megatron.optimizer_offload else 0
+        copies = sum((rank.optimizer + rank.critic_optimizer) // optimizer_bytes * SAVED_BYTES for rank in ranks)
+        leaving = (  # auto: at most
+            (megatron.param_offload, sum(rank.trainer_weights + rank.reference_weights for rank in ranks)),
+            (megatron.optimizer_offload, sum(rank.optimizer for rank in ranks)),
+            (critic.param_offload, sum(rank.critic_weights for rank in ranks)),
+            (critic.optimizer_offload, sum(rank.critic_optimizer for rank in ranks)),
+        )
+        asleep = sum(num_bytes for leaves, num_bytes in leaving if leaves)
         held = sum(rank.total for rank in ranks) if device == "cpu" else asleep
         copied = cfg.checkpoint.async_save and cfg.trainer.save_freq > 0  # the last step's is waited for
         nodes.append(NodeMemory(held, copies if copied else 0))
@@ -121,9 +140,10 @@ def too_little_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: s
         )
 
 
-def checkpoint_bytes(model_config: Mapping[str, Any]) -> int:
-    """Size of one checkpoint: masters and moments of every parameter once."""
-    return parameter_counts(model_config)[0] * SAVED_BYTES
+def checkpoint_bytes(cfg: RunConfig, model_config: Mapping[str, Any]) -> int:
+    """Size of one checkpoint: masters and moments of every parameter once, a critic's too."""
+    of_critic = sum(prod(spec.shape) for spec in _critic_specs(cfg, model_config))
+    return (parameter_counts(model_config)[0] + of_critic) * SAVED_BYTES
 
 
 def describe(cfg: RunConfig, model_config: Mapping[str, Any]) -> str:
@@ -139,6 +159,10 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
     updates = batch // ref.actor.ppo_mini_batch_size * ref.actor.ppo_epochs
     model = f"{model_config['model_type']}, {ref.model.dtype}"
     yield f"model     {model}, {total:,} parameters, {active:,} per token"
+    if needs_critic(cfg):
+        of_critic = sum(prod(spec.shape) for spec in _critic_specs(cfg, model_config))
+        kind = critic_model_config(cfg, model_config)["model_type"]
+        yield f"critic    {kind}, {ref.model.dtype}, {of_critic:,} parameters"
     yield f"ranks     {layout.world_size} = {cfg.trainer.nnodes} nodes * {cfg.trainer.n_gpus_per_node}"
     yield f"trainer   dense    tp={layout.tp} cp={layout.cp} pp={layout.pp} dp={layout.dp}"
     yield f"          experts  etp={layout.etp} ep={layout.ep} pp={layout.pp} edp={layout.edp}"
@@ -158,7 +182,8 @@ def _memory_table(memory: Sequence[RankMemory]) -> Iterator[str]:
     rank = max(range(len(memory)), key=lambda r: memory[r].total)
     fullest = memory[rank]
     yield f"memory of the fullest rank ({rank}), without activations and KV cache"
-    for name, num_bytes in [*asdict(fullest).items(), ("total", fullest.total)]:
+    rows = {name: size for name, size in asdict(fullest).items() if size or not name.startswith("critic")}
+    for name, num_bytes in [*rows.items(), ("total", fullest.total)]:
         yield f"  {name.replace('_', ' '):<18}{readable(num_bytes):>12}"
 
 

@@ -47,6 +47,27 @@ def test_the_rest_is_listed_with_old_and_new(tmp_path: Path) -> None:
     assert (tmp_path / "run.json").read_text() == before
 
 
+def test_a_critics_settings_bind_where_there_is_one(tmp_path: Path) -> None:
+    """A run whose rlhpc knew of none goes on; one that has a critic keeps it, and how it is trained."""
+    cfg = RunConfig()
+    config = cfg.tree()
+    config["critic"] = {"enable": None}
+    check_identity(tmp_path / "older", config, MODEL, trained=False)
+    cfg.critic.optim.lr = 3e-5
+    check_identity(tmp_path / "older", cfg.tree(), MODEL, trained=True)
+    cfg.algorithm.adv_estimator = "gae"
+    check_identity(tmp_path / "ppo", cfg.tree(), MODEL, trained=False)
+    cfg.critic.megatron.param_offload, cfg.critic.forward_max_token_len_per_gpu = False, 4096
+    check_identity(tmp_path / "ppo", cfg.tree(), MODEL, trained=True)
+    cfg.critic.optim.lr, cfg.algorithm.adv_estimator = 1e-6, "grpo"
+    with pytest.raises(CheckpointError) as raised:
+        check_identity(tmp_path / "ppo", cfg.tree(), MODEL, trained=True)
+    assert str(raised.value).splitlines()[1:-1] == [
+        '  config.algorithm.adv_estimator: "gae" -> "grpo"',
+        "  config.critic.optim.lr: 3e-05 -> 1e-06",
+    ]
+
+
 def test_a_start_that_trained_nothing_binds_nobody(tmp_path: Path) -> None:
     cfg = RunConfig()
     check_identity(tmp_path, cfg.tree(), MODEL, trained=False)

@@ -62,6 +62,17 @@ def test_one_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert line in said.splitlines(), said
 
 
+def test_a_critic_is_told_apart(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    critic = {"critic.model.a.weight": torch.ones(4, 6), "critic.score.weight": torch.ones(1, 4)}
+    write_checkpoint(run, 15, WEIGHTS | critic, num_ranks=4)
+    assert main(["inspect", str(run), "--step", "15", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert (one["parameters"], one["critic_parameters"], one["tensors"]) == (34, 28, 5)
+    assert main(["inspect", str(run), "--step", "15"]) == 0
+    said = capsys.readouterr().out
+    assert "  model       34 parameters, and a critic's 28, in 5 tensors" in said.splitlines()
+
+
 def test_tensors(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(run), "--tensors", "*norm*", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [

@@ -4,6 +4,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.cli.plan import (
     checkpoint_bytes,
+    describe,
     node_memory,
     parameter_counts,
     rank_memory,
@@ -107,7 +108,7 @@ def test_node_memory_by_hand():
     assert node_memory(perhaps, MODEL, "cuda").ranks == asleep  # at most
     synchronous = config(4, "bfloat16", {"async_save": False}, expert_model_parallel_size=2)
     assert node_memory(synchronous, MODEL, "cuda").total == asleep
-    assert checkpoint_bytes(MODEL) == copies
+    assert checkpoint_bytes(synchronous, MODEL) == copies
 
 
 def test_a_job_that_asks_for_less_memory_than_is_kept():
@@ -130,3 +131,25 @@ def test_a_job_that_asks_for_less_memory_than_is_kept():
 
 def test_readable():
     assert [readable(n) for n in (0, 1023, 1536, 61 * 2**30)] == ["0 B", "1023 B", "1.5 KiB", "61 GiB"]
+
+
+def test_a_critic_counts_by_hand():
+    """A policy without its head of 500 rows, and one row instead; on the two ranks of a data-parallel pair."""
+    cfg = config(2, "bfloat16", expert_model_parallel_size=2)
+    without = rank_memory(cfg, MODEL)
+    size = checkpoint_bytes(cfg, MODEL)
+    cfg.algorithm.adv_estimator = "gae"
+    dense = 4 * (2 * 128 * 128 + 2 * 64 * 128 + 2 * 128 + 2 * 32 + 8 * 128) + 500 * 128 + 128 + 128
+    experts = 4 * 8 * 3 * 64 * 128
+    for before, after in zip(without, rank_memory(cfg, MODEL), strict=True):
+        assert after.critic_weights == 2 * (dense + experts // 2)
+        assert after.critic_gradients == 4 * (dense + experts // 2)
+        assert after.critic_optimizer == 12 * (dense // 2 + experts // 2)
+        critic = after.critic_weights + after.critic_gradients + after.critic_optimizer
+        assert after.total == before.total + critic and before.critic_weights == 0
+    assert checkpoint_bytes(cfg, MODEL) == size + 12 * (dense + experts)
+    asleep = node_memory(cfg, MODEL, "cuda").ranks
+    cfg.critic.megatron.param_offload = False
+    assert node_memory(cfg, MODEL, "cuda").ranks == asleep - 2 * 2 * (dense + experts // 2)
+    told = describe(cfg, MODEL)
+    assert f"critic    qwen3_moe, bfloat16, {dense + experts:,} parameters" in told and "critic optimizer" in told

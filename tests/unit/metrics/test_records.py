@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,6 +73,23 @@ def test_batch_metrics_by_hand() -> None:
             "perf/mean_context_tokens": 79 / 23,
         }
     )
+
+
+def test_value_metrics_by_hand() -> None:
+    """Returns of seven tokens are 4, 4, -2, -2, -2, -2, 6; values half of that: a quarter of the variance is left."""
+    batch = train_batch()
+    metrics = batch_metrics(replace(batch, values=batch.returns / 2))
+    found = {name: value for name, value in metrics.items() if name.startswith(("critic/values/", "critic/vf_"))}
+    assert found == pytest.approx(
+        {
+            "critic/values/mean": 3 / 7,
+            "critic/values/max": 3.0,
+            "critic/values/min": -1.0,
+            "critic/vf_explained_var": 0.75,
+        },
+        rel=1e-5,
+    )
+    assert not any(name.startswith(("critic/values/", "critic/vf_")) for name in batch_metrics(batch))
 
 
 def test_batch_metrics_repeat_bitwise() -> None:

@@ -67,6 +67,23 @@ def test_trainer_parameters(model_type: str, layout: ParallelLayout) -> None:
         assert_equal(fill(specs, rank, tensors, expected), expected)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS[::5], ids=lambda x: f"tp{x.tp}pp{x.pp}ep{x.ep}etp{x.etp}")
+def test_critic_parameters(layout: ParallelLayout, tied: bool) -> None:
+    """The policy's, with one row instead of the vocabulary's, whole on every rank of the last stage."""
+    config = CONFIGS["qwen3_moe"] | {"tie_word_embeddings": tied}
+    family = family_for(config)
+    tensors = canonical_arrays(family.critic_tensors(config) | family.canonical_tensors(config))
+    specs = family.critic_specs(config, layout, "float32")
+    assert {spec.name: spec.shape for spec in specs} == family.critic_tensors(config)
+    for rank in range(layout.world_size):
+        expected = trainer_buffers(tensors, model_facts(config), layout, rank)
+        expected.pop("output_layer.weight", None)
+        if layout.coords(rank).pp == layout.pp - 1:
+            expected["output_layer.weight"] = tensors["score.weight"]
+        assert_equal(fill(specs, rank, tensors, expected), expected)
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("model_type", "expert_parallel"),

@@ -76,6 +76,21 @@ def test_token_correction_is_capped(rollout: RolloutBatch) -> None:
     assert batch.fields["rollout_weights"][0].tolist() == pytest.approx([2.0, 2.0, 0.0])
 
 
+def test_a_critics_values_are_the_baseline(rollout: RolloutBatch) -> None:
+    """With gamma and lambda 1 a token's return is the reward still to come, and its advantage that less the value,
+    whitened: 0.5, 0.75, -0.5, 0, 0, 0, 1 have mean 0.25 and variance 1.625 / 6."""
+    logprobs = [t.completion.logprobs for t in rollout.trajectories]
+    values = [np.array(row, np.float32) for row in ([0.5, 0.25], [0.5], [1.0, 1.0, 1.0], [0.0])]
+    batch = prepare(rollout, logprobs, None, AlgorithmConfig(adv_estimator="gae"), kl_in_loss=False, values=values)
+    assert batch.returns.tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1], [1, 0, 0]]
+    raw = torch.tensor([[0.5, 0.75, 0.25], [-0.5, 0.25, 0.25], [0, 0, 0], [1, 0.25, 0.25]])
+    torch.testing.assert_close(batch.advantages, (raw - 0.25) / (1.625 / 6) ** 0.5)
+    assert set(batch.fields) == {"trainer_logprobs", "advantages"}
+    assert {name: values[0].tolist() for name, values in batch.critic_fields.items()} == {
+        "values": [0.5, 0.25, 0], "returns": [1, 1, 0],
+    }  # fmt: skip
+
+
 def test_mini_batches_keep_groups_whole(rollout: RolloutBatch) -> None:
     actor = ActorConfig(ppo_mini_batch_size=1, ppo_epochs=2)
     ids = [[s.sequence_id for s in part] for part in mini_batches(rollout.sequences(), actor, n=2, seed=0)]

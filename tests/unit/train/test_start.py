@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhpc.checkpoint.manifest import MANIFEST_NAME
 from rlhpc.checkpoint.origin import Origin, find_origin
@@ -245,4 +246,27 @@ def test_a_whole_state_goes_on_only_with_the_same_parameters_frozen(world: Path)
         cfg.resume.what = "weights"
         check_start(cfg, model_config(world))
         cfg.resume.what, cfg.actor_rollout_ref.actor.megatron.freeze_moe_router = "all", not now
+        check_start(cfg, model_config(world))
+
+
+def test_a_whole_state_goes_on_only_with_the_critic_that_it_has(world: Path) -> None:
+    weights = read_tensors(world / "model")
+    critic = {f"critic.{name}": tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+    critic["critic.score.weight"] = torch.ones(1, len(weights["model.norm.weight"]))
+    write_checkpoint(write_run(world / "ppo", world / "model"), 5, weights | critic, cursor=CURSOR)
+    for run, now, message in (
+        ("ppo", "grpo", r"adv_estimator=grpo has no critic, but \S+step-000005 was saved with one; set .*=gae, or"),
+        ("other", "gae", r"adv_estimator=gae needs a critic, but \S+step-000020 was saved without one; set the"),
+    ):
+        cfg = config(world, resume={"from": str(world / run)}, algorithm={"adv_estimator": now})
+        with pytest.raises(ConfigError, match=message):
+            check_start(cfg, model_config(world))
+        cfg.resume.what = "weights"
+        check_start(cfg, model_config(world))
+    cfg = config(world, resume={"from": str(world / "ppo")}, algorithm={"adv_estimator": "gae"})
+    check_start(cfg, model_config(world))
+    cfg.critic.model.path = str(write_tiny_model(world / "deeper", num_hidden_layers=3))
+    with pytest.raises(
+        ModelError, match=r"the critic in \S+ is of another model .*: it has no critic\.model\.lay"
+    ):
         check_start(cfg, model_config(world))
