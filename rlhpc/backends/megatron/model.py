@@ -26,7 +26,9 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch.nn import Linear
 from torch.nn.functional import linear
+from torch.nn.utils import skip_init
 
 from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences, rotary_frequencies
 from rlhpc.backends.megatron.dispatch import Dispatcher
@@ -234,7 +236,7 @@ class ValueModel(Decoder):
     def __init__(self, config: TransformerConfig, facts: ModelFacts) -> None:
         super().__init__(config, replace(facts, tied_embeddings=False))
         if self.post_process:
-            self.output_layer = torch.nn.Linear(facts.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            self.output_layer = skip_init(Linear, facts.hidden_size, 1, bias=False, dtype=config.params_dtype)
             # Each tensor-parallel rank multiplies its part of the sequence: Megatron adds up their gradients.
             self.output_layer.weight.sequence_parallel = config.sequence_parallel
 

@@ -186,7 +186,10 @@ class MegatronTrainer:
         assert module is not None
         batches = on_device(batches, self._device)
         self._host.wait_for("weights" if model == "policy" else "reference")
-        self._host.bring("reference")  # during the policy's logprobs
+        if model == "policy" and self._reference:
+            self._host.bring("reference")  # what comes next, during these
+        elif self._critic:
+            self._host.bring("critic_weights")
 
         def of_hidden(hidden: torch.Tensor, batch: PackedBatch, packed: PackedSequences) -> torch.Tensor:
             return module.logprobs(hidden, batch, packed, temperature)[0]
