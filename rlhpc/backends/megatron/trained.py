@@ -30,7 +30,7 @@ class TrainedModel(Generic[Model]):
     """`module` with its gradients summed over microbatches and data-parallel ranks, and AdamW on its shards.
 
     `name` is that of its metrics. `specs` place the canonical tensors in its parameters, and `prefix` precedes their
-    names in checkpoints. `shared` are parameters whose memory is the engine's, by name.
+    names in checkpoints and elsewhere. `shared` are parameters whose memory is the engine's, by name.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TrainedModel(Generic[Model]):
         shared: Mapping[str, torch.Tensor] | None = None,
         prefix: str = "",
     ) -> None:
-        self.name, self.module, self.specs = name, module, specs
+        self.name, self.module, self.specs, self._prefix = name, module, specs, prefix
         config = module.config
         self.parallel = DistributedDataParallel(
             config,
@@ -94,6 +94,10 @@ class TrainedModel(Generic[Model]):
                 "weights and optimizer are unchanged. Look at rewards and logprobs of this step; a lower "
                 f"{self.name}.optim.lr often helps"
             )
+
+    def part(self, what: str) -> str:
+        """The name of its weights, optimizer or gradients among what moves to host memory and back."""
+        return self._prefix + what
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The parameters, by their names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,7 +189,7 @@ class MegatronTrainer:
         if model == "policy" and self._reference:
             self._host.bring("reference")  # what comes next, during these
         elif self._critic:
-            self._host.bring("critic_weights")
+            self._host.bring(self._critic.part("weights"))
 
         def of_hidden(hidden: torch.Tensor, batch: PackedBatch, packed: PackedSequences) -> torch.Tensor:
             return module.logprobs(hidden, batch, packed, temperature)[0]
@@ -200,15 +200,26 @@ class MegatronTrainer:
         """See Trainer."""
         assert self._critic is not None, "values need algorithm.adv_estimator=gae"
         batches = on_device(batches, self._device)
-        self._host.wait_for("critic_weights")
+        self._host.wait_for(self._critic.part("weights"))
         return per_token(self._critic.module, batches, self._critic.module.values)
 
     def step(self, batches: Sequence[PackedBatch], loss: LossSpec | ValueLossSpec) -> dict[str, float]:
         """See Trainer. Raises TrainingError on all ranks, with nothing changed, for a non-finite loss or gradient."""
         batches = on_device(batches, self._device)
-        return self._step_critic(batches, loss) if isinstance(loss, ValueLossSpec) else self._step_policy(batches, loss)
+        model = self._critic if isinstance(loss, ValueLossSpec) else self._policy
+        assert model is not None, "a critic's step needs algorithm.adv_estimator=gae"
+        weights, optimizer = model.part("weights"), model.part("optimizer")
+        self._host.wait_for(weights)
+        self._host.bring(optimizer)  # during forward and backward
+        self._host.take_scratch()
+        before_change = partial(self._host.before_change, weights, optimizer)
+        if isinstance(loss, ValueLossSpec):
+            return self._step_critic(batches, loss, before_change)
+        return self._step_policy(batches, loss, before_change)
 
-    def _step_policy(self, batches: Sequence[PackedBatch], loss: LossSpec) -> dict[str, float]:
+    def _step_policy(
+        self, batches: Sequence[PackedBatch], loss: LossSpec, before_change: Callable[[], None]
+    ) -> dict[str, float]:
         module = self._policy.module
         layers = module.decoder.layers
 
@@ -216,48 +227,39 @@ class MegatronTrainer:
             logprobs, entropies = module.logprobs(hidden, batch, packed, loss.temperature)
             return microbatch_loss(logprobs, entropies, batch, loss)
 
-        self._host.wait_for("weights")
-        self._host.bring("optimizer")  # during forward and backward
-        self._host.take_scratch()
         if self._balance_coeff:
             start_balance_loss(layers, num_step_tokens(batches, self._device))
-        metrics = self._policy.step(batches, of_hidden, partial(self._host.before_change, "weights", "optimizer"))
+        metrics = self._policy.step(batches, of_hidden, before_change)
         # The caller sums over data-parallel ranks.
         balance = expert_balance(layers, self._source.facts.num_layers, self._layout, self._device)
         if self._balance_coeff:
             balance["actor/moe/aux_loss"] = balance_loss(layers, self._device)
         return metrics | {name: value / self._layout.dp for name, value in balance.items()}
 
-    def _step_critic(self, batches: Sequence[PackedBatch], loss: ValueLossSpec) -> dict[str, float]:
-        critic = self._critic
-        assert critic is not None, "a critic's step needs algorithm.adv_estimator=gae"
+    def _step_critic(
+        self, batches: Sequence[PackedBatch], loss: ValueLossSpec, before_change: Callable[[], None]
+    ) -> dict[str, float]:
+        assert (critic := self._critic) is not None
 
         def of_hidden(hidden: torch.Tensor, batch: PackedBatch, packed: PackedSequences) -> tuple[Any, ...]:
             return microbatch_value_loss(critic.module.values(hidden, batch, packed), batch, loss)
 
-        self._host.wait_for("critic_weights")
-        self._host.bring("critic_optimizer")
-        self._host.take_scratch()
-        before_change = partial(self._host.before_change, "critic_weights", "critic_optimizer")
         return critic.step(batches, of_hidden, before_change)
 
     # --- memory
 
     def _host_copy(self) -> HostCopy:
         megatron, on_gpu = self._cfg.actor_rollout_ref.actor.megatron, self._device.type == "cuda"
-        # In the order in which they are needed: values before any update, and the critic's update before the policy's.
-        reference = list(self._reference.parameters()) if self._reference else []
-        parts = {"weights": self._policy.weights(), "reference": reference}
-        scratch = {"gradients": self._policy.gradients()}
-        leave: dict[str, bool | str] = {"weights": megatron.param_offload, "reference": megatron.param_offload}
-        leave |= {"optimizer": megatron.optimizer_offload, "gradients": megatron.grad_offload}
-        if self._critic:
-            critic = Critic.of(self._cfg)
-            parts |= {"critic_weights": self._critic.weights(), "critic_optimizer": list(self._critic.state.tensors())}
-            scratch |= {"critic_gradients": self._critic.gradients()}
-            leave |= {"critic_weights": critic.param_offload, "critic_optimizer": critic.optimizer_offload}
-            leave |= {"critic_gradients": critic.grad_offload}
-        parts |= {"optimizer": list(self._policy.state.tensors())}
+        parts: dict[str, list[torch.Tensor]] = {}
+        scratch: dict[str, list[torch.Tensor]] = {}
+        leave: dict[str, bool | str] = {"reference": megatron.param_offload}
+        for model in self._models():
+            keys = Critic.of(self._cfg) if model is self._critic else megatron
+            leave[model.part("weights")], leave[model.part("optimizer")] = keys.param_offload, keys.optimizer_offload
+            leave[model.part("gradients")] = keys.grad_offload
+            parts[model.part("weights")], scratch[model.part("gradients")] = model.weights(), model.gradients()
+        parts["reference"] = list(self._reference.parameters()) if self._reference else []
+        parts |= {model.part("optimizer"): list(model.state.tensors()) for model in reversed(self._models())}
         staying = [name for name in leave if not (leave[name] and on_gpu)]
         filling, room = [name for name in leave if leave[name] == "auto"], 0
         if filling and on_gpu:
@@ -306,9 +308,8 @@ class MegatronTrainer:
 
     def _awake_to_change(self) -> list[TrainedModel[Any]]:
         self.wake()
-        self._host.before_change("weights", "optimizer")
-        if self._critic:
-            self._host.before_change("critic_weights", "critic_optimizer")
+        for model in self._models():
+            self._host.before_change(model.part("weights"), model.part("optimizer"))
         return self._models()
 
 
