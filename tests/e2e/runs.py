@@ -138,6 +138,11 @@ def final_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
 def assert_same_end(run_dir: Path, reference: Path) -> None:
     """Bitwise: the metrics of every step, and every tensor of the last checkpoint."""
     assert comparable(run_dir) == comparable(reference)
+    assert_same_state(run_dir, reference)
+
+
+def assert_same_state(run_dir: Path, reference: Path) -> None:
+    """Bitwise: every tensor of the last checkpoint."""
     ours, theirs = final_tensors(run_dir), final_tensors(reference)
     assert ours.keys() == theirs.keys()
     different = [name for name in ours if not torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8))]
