@@ -44,7 +44,10 @@ class Optimizer:
     that of k steps on the schedule: with warm-up it begins at lr / lr_warmup_steps, not at 0.
     """
 
-    def __init__(self, model: DistributedDataParallel, cfg: OptimConfig, total_steps: int | None) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, cfg: OptimConfig, total_steps: int | None, name: str = "actor"
+    ) -> None:
+        """`name` is that of the model's section, for errors."""
         self._model = model
         self._clip = cfg.clip_grad
         precision = {"bf16": model.config.bf16, "params_dtype": model.config.params_dtype}
@@ -72,7 +75,7 @@ class Optimizer:
                         "exp_avg": torch.zeros_like(master, dtype=torch.float32),
                         "exp_avg_sq": torch.zeros_like(master, dtype=torch.float32),
                     }
-        self.schedule = _schedule(self._chained, cfg, total_steps)
+        self.schedule = _schedule(self._chained, cfg, total_steps, name)
 
     def _parts(self) -> list[DistributedOptimizer]:
         """Dense and expert parameters are sharded over different groups, hence two optimizers."""
@@ -141,20 +144,22 @@ def _torch_adamw() -> Iterator[None]:
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = usual
 
 
-def _schedule(optimizer: object, cfg: OptimConfig, total_steps: int | None) -> OptimizerParamScheduler:
+def _schedule(
+    optimizer: object, cfg: OptimConfig, total_steps: int | None, name: str = "actor"
+) -> OptimizerParamScheduler:
     if cfg.lr_decay_style not in DECAY_STYLES:
         raise ConfigError(
-            f"actor.optim.lr_decay_style={cfg.lr_decay_style!r} is unknown; choose {', '.join(DECAY_STYLES)}"
+            f"{name}.optim.lr_decay_style={cfg.lr_decay_style!r} is unknown; choose {', '.join(DECAY_STYLES)}"
         )
     if cfg.lr_decay_style != "constant" and total_steps is None:
         raise ConfigError(
-            f"actor.optim.lr_decay_style={cfg.lr_decay_style} needs the number of steps it ends after; "
+            f"{name}.optim.lr_decay_style={cfg.lr_decay_style} needs the number of steps it ends after; "
             "set trainer.total_training_steps, or lr_decay_style=constant"
         )
     decay_steps = cfg.lr_warmup_steps + 1 if total_steps is None else total_steps
     if cfg.lr_warmup_steps >= decay_steps:
         raise ConfigError(
-            f"actor.optim.lr_warmup_steps={cfg.lr_warmup_steps} must be below the {decay_steps} optimizer steps of "
+            f"{name}.optim.lr_warmup_steps={cfg.lr_warmup_steps} must be below the {decay_steps} optimizer steps of "
             "the run; lower it or raise trainer.total_training_steps"
         )
     return OptimizerParamScheduler(

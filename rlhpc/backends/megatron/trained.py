@@ -59,7 +59,7 @@ class TrainedModel(Generic[Model]):
         if self.parallel.ddp_config.overlap_grad_reduce:
             config.no_sync_func = self.parallel.no_sync  # only the last microbatch's gradients are whole
         config.finalize_model_grads_func = _sum_gradients
-        self.optimizer = Optimizer(self.parallel, optim, total_steps)
+        self.optimizer = Optimizer(self.parallel, optim, total_steps, name)
         self.state = ModelState(dict(module.named_parameters()), self.optimizer, specs, dist.get_rank(), prefix)
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss, before_change: Callable[[], None]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.pieces import CRITIC_PREFIX
 from rlhpc.config.critic import Critic, critic_model_config, needs_critic
 from rlhpc.config.parallel import trainer_layout
-from rlhpc.config.schema import RunConfig
+from rlhpc.config.schema import ActorConfig, RunConfig
 from rlhpc.data.types import PackedBatch
 from rlhpc.errors import ConfigError
 from rlhpc.layout.parallel import ParallelLayout
@@ -96,7 +96,7 @@ class MegatronTrainer:
             for name, parameter in policy.named_parameters():
                 parameter.requires_grad_(not name.endswith("mlp.router.weight"))
         overlap = actor.megatron.overlap_grad_reduce
-        steps = _optimizer_steps(cfg, actor.ppo_mini_batch_size, actor.ppo_epochs)
+        steps = _optimizer_steps(cfg, actor)
         self._policy = TrainedModel(
             "actor", policy, source.specs, actor.optim, steps, overlap_grad_reduce=overlap, shared=shared
         )
@@ -148,7 +148,7 @@ class MegatronTrainer:
             self._build(ValueModel, source),
             specs,
             self._cfg.critic.optim,
-            _optimizer_steps(self._cfg, critic.ppo_mini_batch_size, critic.ppo_epochs),
+            _optimizer_steps(self._cfg, critic),
             overlap_grad_reduce=self._cfg.actor_rollout_ref.actor.megatron.overlap_grad_reduce,
             prefix=CRITIC_PREFIX,
         )
@@ -327,8 +327,9 @@ def _layout(cfg: RunConfig, world_size: int) -> ParallelLayout:
     return trainer_layout(cfg, world_size)
 
 
-def _optimizer_steps(cfg: RunConfig, mini_batch_size: int, epochs: int) -> int | None:
-    """Optimizer steps of the whole run, if the config says how long it is."""
+def _optimizer_steps(cfg: RunConfig, model: ActorConfig | Critic) -> int | None:
+    """Optimizer steps of the whole run, if the config says how long it is; for the actor too those of a warm-up."""
     if cfg.trainer.total_training_steps is None:
         return None
-    return cfg.trainer.total_training_steps * math.ceil(cfg.data.train_batch_size / mini_batch_size) * epochs
+    per_step = math.ceil(cfg.data.train_batch_size / model.ppo_mini_batch_size) * model.ppo_epochs
+    return cfg.trainer.total_training_steps * per_step

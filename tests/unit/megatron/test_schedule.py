@@ -9,6 +9,7 @@ import torch
 
 from rlhpc.backends.megatron.optimizer import _schedule
 from rlhpc.backends.megatron.trainer import _optimizer_steps
+from rlhpc.config.critic import Critic
 from rlhpc.config.schema import OptimConfig, RunConfig
 from rlhpc.errors import ConfigError
 
@@ -53,9 +54,12 @@ def test_refusals(total: int | None, settings: dict[str, Any], message: str) -> 
 
 
 def test_steps_of_the_run() -> None:
-    """10 training steps of 100 prompts in minibatches of 32, twice over: 10 * 4 * 2 updates."""
+    """10 training steps of 100 prompts in minibatches of 32, twice over: 10 * 4 * 2 updates. The critic's of 50, once."""
     cfg = RunConfig()
-    assert _optimizer_steps(cfg) is None
+    actor = cfg.actor_rollout_ref.actor
+    assert _optimizer_steps(cfg, actor) is None
     cfg.trainer.total_training_steps, cfg.data.train_batch_size = 10, 100
-    cfg.actor_rollout_ref.actor.ppo_mini_batch_size, cfg.actor_rollout_ref.actor.ppo_epochs = 32, 2
-    assert _optimizer_steps(cfg) == 80
+    actor.ppo_mini_batch_size, actor.ppo_epochs = 32, 2
+    assert _optimizer_steps(cfg, actor) == _optimizer_steps(cfg, Critic.of(cfg)) == 80
+    cfg.critic.ppo_mini_batch_size, cfg.critic.ppo_epochs = 50, 1
+    assert _optimizer_steps(cfg, Critic.of(cfg)) == 20

@@ -266,7 +266,5 @@ def test_a_whole_state_goes_on_only_with_the_critic_that_it_has(world: Path) -> 
     cfg = config(world, resume={"from": str(world / "ppo")}, algorithm={"adv_estimator": "gae"})
     check_start(cfg, model_config(world))
     cfg.critic.model.path = str(write_tiny_model(world / "deeper", num_hidden_layers=3))
-    with pytest.raises(
-        ModelError, match=r"the critic in \S+ is of another model .*: it has no critic\.model\.lay"
-    ):
+    with pytest.raises(ModelError, match=r"the critic in \S+ is of another model .*: it has no critic\.model\.lay"):
         check_start(cfg, model_config(world))
