@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from rlhpc.config.critic import Critic
 from rlhpc.config.schema import ActorConfig
 from rlhpc.data.packing import TokenSequence
 from rlhpc.metrics.records import batch_metrics
-from rlhpc.train.batch import RolloutBatch, prepare
+from rlhpc.train.batch import RolloutBatch, TrainBatch, prepare
 from rlhpc.train.context import Run
 from rlhpc.train.persistence import TrainState, save_and_leave, save_periodically
 from rlhpc.train.restore import restore
@@ -77,21 +79,15 @@ def train_step(run: Run, state: TrainState) -> TrainState:
         batch = prepare(
             rollout, trainer_logprobs, ref_logprobs, cfg.algorithm, kl_in_loss=actor.use_kl_loss, values=values
         )
-    n, updates = cfg.actor_rollout_ref.rollout.n, []
-    if run.critic:
-        sequences = rollout.sequences(**batch.critic_fields)
-        updates.append(("update_critic", run.optimize_critic, mini_batches(sequences, run.critic, n, seed)))
-    if step >= cfg.trainer.critic_warmup:
-        sequences = rollout.sequences(**batch.fields)
-        updates.append(("update_actor", run.optimize, mini_batches(sequences, actor, n, seed)))
-    due = run.in_time(step, [mini_batch for _, _, batches in updates for mini_batch in batches])
     learnt: dict[str, float] = {}
-    for phase, optimize, batches in updates:
-        with timer.phase(phase):
+    updates = due_updates(run, step, batch, seed)
+    due = run.in_time(step, [mini_batch for update in updates for mini_batch in update.mini_batches])
+    for update in updates:
+        with timer.phase(update.phase):
             found = []
-            for mini_batch in islice(due, len(batches)):
+            for mini_batch in islice(due, len(update.mini_batches)):
                 with run.batch_kept_on_failure(step, mini_batch):
-                    found.append(optimize(mini_batch))
+                    found.append(update.optimize(mini_batch))
             learnt |= {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
 
     record = (
@@ -104,6 +100,26 @@ def train_step(run: Run, state: TrainState) -> TrainState:
         | run.ranks.usage()
     )
     return TrainState(step, run.cursor.state(), record)
+
+
+class Update(NamedTuple):
+    """What changes one of the models in a step."""
+
+    phase: str
+    optimize: Callable[[list[TokenSequence]], dict[str, float]]
+    mini_batches: list[list[TokenSequence]]
+
+
+def due_updates(run: Run, step: int, batch: TrainBatch, seed: int) -> list[Update]:
+    """The critic's where there is one, then the policy's, but for the critic's warm-up."""
+    actor, n, updates = run.cfg.actor_rollout_ref.actor, run.cfg.actor_rollout_ref.rollout.n, []
+    if run.critic:
+        sequences = batch.rollout.sequences(**batch.critic_fields)
+        updates.append(Update("update_critic", run.optimize_critic, mini_batches(sequences, run.critic, n, seed)))
+    if step >= run.cfg.trainer.critic_warmup:
+        sequences = batch.rollout.sequences(**batch.fields)
+        updates.append(Update("update_actor", run.optimize, mini_batches(sequences, actor, n, seed)))
+    return updates
 
 
 def mini_batches(

@@ -54,7 +54,7 @@ def test_refusals(total: int | None, settings: dict[str, Any], message: str) -> 
 
 
 def test_steps_of_the_run() -> None:
-    """10 training steps of 100 prompts in minibatches of 32, twice over: 10 * 4 * 2 updates. The critic's of 50, once."""
+    """10 training steps of 100 prompts in minibatches of 32, twice over: 10 * 4 * 2 updates; the critic's of 50."""
     cfg = RunConfig()
     actor = cfg.actor_rollout_ref.actor
     assert _optimizer_steps(cfg, actor) is None
