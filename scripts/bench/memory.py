@@ -20,7 +20,8 @@ import numpy as np
 from rlhpc.metrics.jsonl import MetricsFile
 
 LEAK_GIB = 0.25
-CACHED = ("old_log_prob", "ref", "update_actor")  # phases at whose end torch holds blocks that it doesn't use
+# Phases at whose end torch holds blocks that it doesn't use.
+CACHED = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
 
 Memory = dict[str, dict[str, dict[str, float]]]  # kind -> phase -> first, last, per step
 
