@@ -300,6 +300,12 @@ def _lengths(case: _Case) -> Iterator[str]:
             f"{ref.rollout.max_num_batched_tokens}; a decoding sequence takes one token of each engine step: "
             f"set max_num_seqs to at most {ref.rollout.max_num_batched_tokens}"
         )
+    graphs, most = ref.rollout.cudagraph_capture_sizes, ref.rollout.max_num_batched_tokens
+    if graphs is not None and not all(1 <= size <= most for size in graphs or [0]):
+        yield (
+            f"{_ROLLOUT}.cudagraph_capture_sizes={graphs} must be sizes of 1 to max_num_batched_tokens={most}; set null "
+            "for rlhpc's choice, or enforce_eager=true for no graphs"
+        )
 
 
 def _algorithm(case: _Case) -> Iterator[str]:

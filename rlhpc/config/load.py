@@ -154,6 +154,8 @@ def _options(kind: Any) -> tuple[Any, ...]:
 
 def _fits(value: Any, kind: Any) -> bool:
     options = _options(kind)
+    if len(options) > 1:
+        return any(_fits(value, option) for option in options)
     if kind is Any:
         return True
     if get_origin(kind) is list:
@@ -161,29 +163,29 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is dict:
         return isinstance(value, Mapping)
     if isinstance(value, bool):
-        return bool in options
-    if str in options and isinstance(value, (int, float)):
-        return True  # experiment_name=7 is a name
-    return isinstance(value, options) or (float in options and isinstance(value, int))
+        return kind is bool
+    if kind is str:
+        return isinstance(value, (str, int, float))  # experiment_name=7 is a name
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def _coerced(value: Any, kind: Any) -> Any:
-    options = _options(kind)
-    if get_origin(kind) is list and isinstance(value, list):
-        return [_coerced(item, get_args(kind)[0]) for item in value]
-    if isinstance(value, bool) or value is None or value == MISSING:
+    if value == MISSING:
         return value
-    if float in options and isinstance(value, int):
-        return float(value)
-    return str(value) if str in options else value
+    kind = next(option for option in _options(kind) if _fits(value, option))
+    if get_origin(kind) is list:
+        return [_coerced(item, get_args(kind)[0]) for item in value]
+    return kind(value) if kind in (float, str) else value
 
 
 def _described(kind: Any) -> str:
+    if len(options := _options(kind)) > 1:
+        return " or ".join(map(_described, options))
     if get_origin(kind) is list:
         return f"a list of {get_args(kind)[0].__name__}"
     if get_origin(kind) is dict:
         return "a section of names and values"
-    return " or ".join("null" if option is type(None) else option.__name__ for option in _options(kind))
+    return "null" if kind is type(None) else str(kind.__name__)
 
 
 def _shown(value: Any) -> str:

@@ -105,6 +105,7 @@ class RolloutConfig:
     max_num_batched_tokens: int = 8192  # tokens per engine step per replica
     max_model_len: int | None = None  # tokens; None: max_prompt_length + max_response_length
     enforce_eager: bool = False  # no CUDA graphs
+    cudagraph_capture_sizes: list[int] | None = None  # batch sizes that get a graph; None: vLLM's, and to max_num_seqs
     enable_prefix_caching: bool = True  # the n samples of a prompt share its KV cache
     free_cache_engine: bool = True  # sleep between rollouts (GPU)
     cpu_kv_cache_gib: float = 0.5  # CPU only: KV cache per rank, GiB

@@ -1,7 +1,8 @@
 """What sampling costs: tokens/s of rlhpc's engine with seeds and logprobs, and of vLLM alone with and without them.
 
 usage: python -m scripts.bench.rollout [--model DIR | --layers 8] [--sequences 512] [--tokens 256] [--pairs 5]
-           [--tp 1] [--expert-parallel] [--starts 2] [--out scripts/bench/results]
+           [--tp 1] [--expert-parallel] [--largest-graph 512] [--starts 2]
+           [--suffix -NAME] [--out scripts/bench/results]
 
 Without --model: a slice of Qwen3-30B-A3B's shape with random weights. All ways take turns in one engine, so that a
 machine that changes speed changes it for all; what counts is the ratio within a turn. The engine starts --starts times
@@ -44,7 +45,7 @@ def write_slice(directory: Path, layers: int) -> None:
 
 
 def build(model: Path, args: argparse.Namespace, device: str, rank: int) -> Any:
-    from rlhpc.backends.vllm.engine import VllmEngine
+    from rlhpc.backends.vllm.engine import VllmEngine, cudagraph_capture_sizes
     from rlhpc.config.schema import RunConfig
 
     cfg = RunConfig()
@@ -53,6 +54,8 @@ def build(model: Path, args: argparse.Namespace, device: str, rank: int) -> Any:
     rollout = cfg.actor_rollout_ref.rollout
     rollout.max_num_seqs, rollout.enable_prefix_caching = args.sequences, False
     rollout.enforce_eager = args.eager
+    if args.largest_graph:
+        rollout.cudagraph_capture_sizes = cudagraph_capture_sizes(args.largest_graph)
     rollout.tensor_model_parallel_size = args.tp
     rollout.expert_parallel_size = args.tp if args.expert_parallel else 1
     cfg.data.max_prompt_length, cfg.data.max_response_length = PROMPT_TOKENS, args.tokens
@@ -172,6 +175,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="ranks of the engine, a GPU each")
     parser.add_argument("--expert-parallel", action="store_true", help="whole experts per rank")
     parser.add_argument("--eager", action="store_true", help="neither compiled nor as CUDA graphs")
+    parser.add_argument("--largest-graph", type=int, help="sequences; vLLM's own choice is 512")
+    parser.add_argument("--suffix", default="", help="of the result's name")
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -194,7 +199,7 @@ def main() -> None:
         "rlhpc / vLLM without logprobs": summary(ratios),
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    suffix = "-ep" if args.expert_parallel else ""
+    suffix = ("-ep" if args.expert_parallel else "") + args.suffix
     (args.out / f"rollout-{place(gpu, args.tp)}{suffix}.json").write_text(json.dumps(report, indent=2) + "\n")
     for name, rate in tokens_per_s.items():
         print(f"{name:36} {rate['median']:10,.0f} tokens/s ({rate['min']:,.0f} to {rate['max']:,.0f})")

@@ -43,6 +43,13 @@ logger = logging.getLogger(__name__)
 INTERRUPTIBLE_BATCHES = 32  # under a second of decoding
 
 
+def cudagraph_capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes of decoding that get a CUDA graph: vLLM's own choice, which ends at 512 (0.24, config/vllm.py), and
+    every 64th beyond, so that `max_num_seqs` sequences at once aren't decoded kernel by kernel."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(576, max_num_seqs, 64)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
 def engine_arguments(cfg: RunConfig, model_dir: Path, device: str) -> dict[str, Any]:
     """What `vllm.LLM` is created with. Random ("dummy") weights stand until the first publish."""
     rollout = cfg.actor_rollout_ref.rollout
@@ -67,6 +74,10 @@ def engine_arguments(cfg: RunConfig, model_dir: Path, device: str) -> dict[str, 
         return arguments | {
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "enforce_eager": rollout.enforce_eager,
+            "compilation_config": {
+                "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes
+                or cudagraph_capture_sizes(rollout.max_num_seqs)
+            },
             "async_scheduling": True,  # the next batch is prepared while the device works on this one
             "enable_sleep_mode": rollout.free_cache_engine,
             "moe_backend": "triton",  # others reorder the experts' weights, which a publish writes in place

@@ -141,6 +141,11 @@ def test_allowed(overrides, world_size):
             ["ref.log_prob_max_token_len_per_gpu=9"],
         ),
         ({f"{ROLLOUT}.max_num_batched_tokens": 512}, 4, ["max_num_seqs=1024 exceeds", "at most 512"]),
+        (
+            {f"{ROLLOUT}.cudagraph_capture_sizes": [8, 9000]},
+            4,
+            ["sizes of 1 to max_num_batched_tokens=8192", "set null"],
+        ),
         ({f"{ROLLOUT}.n": 1}, 2, ["rollout.n=1 leaves", "at least 2"]),
         ({f"{ROLLOUT}.n": 1, "algorithm.adv_estimator": "rloo"}, 2, ["adv_estimator=rloo without a group"]),
         ({"algorithm.use_critic": True}, 4, ["use_critic=true, but algorithm.adv_estimator=grpo", "adv_estimator=gae"]),

@@ -39,3 +39,14 @@ def test_arguments_follow_the_config() -> None:
     cuda = engine_arguments(config(max_model_len=77, stop=["x"], free_cache_engine=False), Path("/model"), "cuda")
     assert cuda["max_model_len"] == 77 and not cuda["skip_tokenizer_init"] and not cuda["enable_sleep_mode"]
     assert cuda["moe_backend"] == "triton" and not cuda["enforce_eager"] and "kv_cache_memory_bytes" not in cuda
+
+
+def test_every_number_of_sequences_has_a_cuda_graph() -> None:
+    def sizes(**rollout: object) -> list[int]:
+        arguments = engine_arguments(config(**rollout), Path("/model"), "cuda")
+        return arguments["compilation_config"]["cudagraph_capture_sizes"]
+
+    assert sizes(max_num_seqs=24) == [1, 2, 4, 8, 16, 24] and sizes(max_num_seqs=3) == [1, 2, 3]
+    many = sizes(max_num_seqs=1000)
+    assert many[:5] == [1, 2, 4, 8, 16] and many[-9:] == [512, 576, 640, 704, 768, 832, 896, 960, 1000]
+    assert sizes(max_num_seqs=1000, cudagraph_capture_sizes=[8, 512]) == [8, 512]
