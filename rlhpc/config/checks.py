@@ -303,8 +303,8 @@ def _lengths(case: _Case) -> Iterator[str]:
     graphs, most = ref.rollout.cudagraph_capture_sizes, ref.rollout.max_num_batched_tokens
     if graphs is not None and not all(1 <= size <= most for size in graphs or [0]):
         yield (
-            f"{_ROLLOUT}.cudagraph_capture_sizes={graphs} must be sizes of 1 to max_num_batched_tokens={most}; set null "
-            "for rlhpc's choice, or enforce_eager=true for no graphs"
+            f"{_ROLLOUT}.cudagraph_capture_sizes={graphs} must be sizes of 1 to max_num_batched_tokens={most}; set "
+            "null for rlhpc's choice, or enforce_eager=true for no graphs"
         )
 
 
