@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, log, sqrt
 from typing import Any
 
 from rlhpc.errors import ConfigError, ModelError
@@ -27,9 +27,50 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's scaling of rotary frequencies (arXiv 2309.00071): divided by `factor` where a head's pair turns less than
+    `slow_turns` times over `original_positions`, kept where it turns more than `fast_turns` times, interpolated in
+    between by the pair's number. Attention scores are multiplied by `temperature`."""
+
+    factor: float
+    fast_turns: float
+    slow_turns: float
+    original_positions: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv 2405.04434 section 2.1): keys and values of a token are projections of
+    `kv_rank` numbers, queries of `q_rank` or, where that is None, of the hidden state. A head's query and key are
+    `nope_dim` elements and then `rope_dim` rotated ones, the key's rotated ones being the same for all heads; its value
+    has `v_dim`. Neighbouring elements are rotated together."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True)
+class SigmoidRouting:
+    """DeepSeek-V3's choice of experts (arXiv 2412.19437 section 2.1.2): by sigmoid plus a correction bias, within
+    `groups_per_token` of `num_groups` groups, those with the best two experts. Weights are sigmoids without the bias,
+    renormalised, times `scale`."""
+
+    num_groups: int
+    groups_per_token: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Sizes are global (unsharded). `num_experts` 0 means a dense MLP of `intermediate_size`; otherwise every
-    layer has that many experts of `moe_intermediate_size` each."""
+    layer but the first `num_dense_layers` has that many experts of `moe_intermediate_size` each, and where
+    `shared_intermediate_size` isn't 0 a dense MLP of that size beside them, which every token goes through.
+
+    `head_dim` is that of queries and keys."""
 
     model_type: str
     num_layers: int
@@ -44,12 +85,40 @@ class ModelFacts:
     norm_topk_prob: bool
     vocab_size: int
     rope_theta: float
-    rope_scaling: Llama3Scaling | None
+    rope_scaling: Llama3Scaling | YarnScaling | None
     norm_eps: float
     qk_norm: bool
     qkv_bias: bool
     tied_embeddings: bool
     max_positions: int
+    num_dense_layers: int = 0
+    shared_intermediate_size: int = 0
+    sigmoid_routing: SigmoidRouting | None = None  # None: softmax over all experts
+    latent: LatentAttention | None = None  # None: grouped-query attention
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.latent.v_dim if self.latent else self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """What queries times keys are multiplied by."""
+        temperature = self.rope_scaling.temperature if isinstance(self.rope_scaling, YarnScaling) else 1.0
+        return temperature / sqrt(self.head_dim)
+
+    @property
+    def dense_mlps(self) -> dict[str, int]:
+        """Sizes of the MLPs that every token goes through, by their names in config.json."""
+        sizes = {"intermediate_size": self.intermediate_size}
+        if self.num_experts:
+            sizes = sizes if self.num_dense_layers else {}
+            sizes |= {"n_shared_experts * moe_intermediate_size": self.shared_intermediate_size}
+        return {name: size for name, size in sizes.items() if size}
 
     def check_trainer(self, layout: ParallelLayout) -> None:
         """Raises ConfigError where `layout` can't shard this model."""
@@ -65,7 +134,8 @@ class ModelFacts:
                     raise ConfigError(
                         f"{name}={size} needs a model with experts, this {self.model_type} is dense; set 1"
                     )
-            _check_divides("tp", layout.tp, "intermediate_size", self.intermediate_size)
+        for name, size in self.dense_mlps.items():
+            _check_divides("tp", layout.tp, name, size)
 
     def check_rollout(self, tp: int, *, expert_parallel: bool = False) -> None:
         """Raises ConfigError where an engine of tensor parallel size `tp` can't shard this model."""
@@ -76,8 +146,8 @@ class ModelFacts:
             _check_divides(name, tp, "num_experts", self.num_experts)
         elif self.num_experts:
             _check_divides(name, tp, "moe_intermediate_size", self.moe_intermediate_size)
-        else:
-            _check_divides(name, tp, "intermediate_size", self.intermediate_size)
+        for of, size in self.dense_mlps.items():
+            _check_divides(name, tp, of, size)
 
 
 def _check_divides(name: str, size: int, of: str, total: int) -> None:
@@ -110,7 +180,7 @@ def _present(hf_config: HfConfig, *names: str) -> str:
     raise ModelError(f"config.json of {hf_config.get('model_type')} lacks {' or '.join(names)}")
 
 
-def _size(hf_config: HfConfig, *names: str, default: int | None = None) -> int:
+def whole_number(hf_config: HfConfig, *names: str, default: int | None = None) -> int:
     """A whole number of at least 1."""
     if default is not None and all(hf_config.get(name) is None for name in names):
         return default
@@ -120,7 +190,7 @@ def _size(hf_config: HfConfig, *names: str, default: int | None = None) -> int:
     return value
 
 
-def _positive(hf_config: HfConfig, name: str) -> float:
+def positive(hf_config: HfConfig, name: str) -> float:
     value = hf_config[_present(hf_config, name)]
     if type(value) not in (int, float) or not 0 < value < inf:
         raise ModelError(f"config.json: {name}={value!r} must be a number above 0")
@@ -135,29 +205,50 @@ def _flag(hf_config: HfConfig, name: str) -> bool:
     return bool(value)
 
 
-def rope(hf_config: HfConfig) -> tuple[float, Llama3Scaling | None]:
-    """Base and scaling of the rotary embedding. Transformers 5 nests them in `rope_parameters`, earlier versions write
-    `rope_theta` beside `rope_scaling`. Only rotation of the whole head is supported."""
+def rope(
+    hf_config: HfConfig, kinds: Sequence[str] = ("default", "llama3")
+) -> tuple[float, Llama3Scaling | YarnScaling | None]:
+    """Base and scaling of the rotary embedding, which is one of `kinds`. Transformers 5 nests them in
+    `rope_parameters`, earlier versions write `rope_theta` beside `rope_scaling`. Only rotation of the whole head is
+    supported."""
     parameters = dict(hf_config)
     for where in ("rope_scaling", "rope_parameters"):
         given = hf_config.get(where) or {}
         if not isinstance(given, Mapping):
             raise ModelError(f"config.json: {where}={given!r} must be an object, such as {{'rope_type': 'default'}}")
         kind = given.get("rope_type", given.get("type", "default"))
-        if kind not in ("default", "llama3"):
-            raise ModelError(
-                f"config.json: {where} of rope_type {kind!r} is not supported; supported: 'default', 'llama3'"
-            )
+        if kind not in kinds:
+            supported = ", ".join(map(repr, kinds))
+            raise ModelError(f"config.json: {where} of rope_type {kind!r} is not supported; supported: {supported}")
         parameters |= given
     refuse(parameters, "partial_rotary_factor", (None, 1, 1.0))
-    theta = _positive(parameters, "rope_theta")
-    if parameters.get("rope_type", parameters.get("type", "default")) == "default":
+    theta = positive(parameters, "rope_theta")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
         return theta, None
+    if kind == "yarn":
+        return theta, _yarn(parameters)
     return theta, Llama3Scaling(
-        factor=_positive(parameters, "factor"),
-        low_freq_factor=_positive(parameters, "low_freq_factor"),
-        high_freq_factor=_positive(parameters, "high_freq_factor"),
-        original_positions=_size(parameters, "original_max_position_embeddings"),
+        factor=positive(parameters, "factor"),
+        low_freq_factor=positive(parameters, "low_freq_factor"),
+        high_freq_factor=positive(parameters, "high_freq_factor"),
+        original_positions=whole_number(parameters, "original_max_position_embeddings"),
+    )
+
+
+def _yarn(parameters: HfConfig) -> YarnScaling:
+    """DeepSeek's, whose two mscales are equal: sines and cosines stay as they are."""
+    factor, mscale = positive(parameters, "factor"), positive(parameters, "mscale")
+    refuse(parameters, "mscale_all_dim", (mscale,))
+    refuse(parameters, "truncate", (None, True))
+    refuse(parameters, "attention_factor", (None,))
+    _present(parameters, "mscale_all_dim")
+    return YarnScaling(
+        factor=factor,
+        fast_turns=positive(parameters, "beta_fast"),
+        slow_turns=positive(parameters, "beta_slow"),
+        original_positions=whole_number(parameters, "original_max_position_embeddings"),
+        temperature=(0.1 * mscale * log(max(factor, 1.0)) + 1.0) ** 2,
     )
 
 
@@ -168,6 +259,7 @@ def decoder_facts(
     qk_norm: bool = False,
     qkv_bias: bool = False,
     norm_topk_prob: bool | None = None,
+    rope_kinds: Sequence[str] = ("default", "llama3"),
 ) -> ModelFacts:
     """Facts that Llama-like decoders share; refuses, by name, what no family here supports. `sparse`: every MLP is a
     mixture of experts. `norm_topk_prob`: None where config.json tells."""
@@ -182,29 +274,29 @@ def decoder_facts(
             f"config.json: layer_types {', '.join(sorted(set(map(str, unknown))))} not supported; "
             "supported: full_attention"
         )
-    hidden, heads = _size(hf_config, "hidden_size"), _size(hf_config, "num_attention_heads")
-    experts = _size(hf_config, "num_experts", "num_local_experts") if sparse else 0
-    theta, scaling = rope(hf_config)
+    hidden, heads = whole_number(hf_config, "hidden_size"), whole_number(hf_config, "num_attention_heads")
+    experts = whole_number(hf_config, "num_experts", "num_local_experts") if sparse else 0
+    theta, scaling = rope(hf_config, rope_kinds)
     facts = ModelFacts(
         model_type=str(hf_config["model_type"]),
-        num_layers=_size(hf_config, "num_hidden_layers"),
+        num_layers=whole_number(hf_config, "num_hidden_layers"),
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=_size(hf_config, "num_key_value_heads", default=heads),
-        head_dim=_size(hf_config, "head_dim", default=hidden // heads),
-        intermediate_size=0 if sparse else _size(hf_config, "intermediate_size"),
+        num_kv_heads=whole_number(hf_config, "num_key_value_heads", default=heads),
+        head_dim=whole_number(hf_config, "head_dim", default=hidden // heads),
+        intermediate_size=0 if sparse else whole_number(hf_config, "intermediate_size"),
         num_experts=experts,
-        experts_per_token=_size(hf_config, "num_experts_per_tok") if sparse else 0,
-        moe_intermediate_size=_size(hf_config, "moe_intermediate_size", "intermediate_size") if sparse else 0,
+        experts_per_token=whole_number(hf_config, "num_experts_per_tok") if sparse else 0,
+        moe_intermediate_size=whole_number(hf_config, "moe_intermediate_size", "intermediate_size") if sparse else 0,
         norm_topk_prob=_flag(hf_config, "norm_topk_prob") if norm_topk_prob is None else norm_topk_prob,
-        vocab_size=_size(hf_config, "vocab_size"),
+        vocab_size=whole_number(hf_config, "vocab_size"),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=_positive(hf_config, "rms_norm_eps"),
+        norm_eps=positive(hf_config, "rms_norm_eps"),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
         tied_embeddings=_flag(hf_config, "tie_word_embeddings"),
-        max_positions=_size(hf_config, "max_position_embeddings"),
+        max_positions=whole_number(hf_config, "max_position_embeddings"),
     )
     if facts.num_heads % facts.num_kv_heads:
         raise ModelError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhpc.layout.parallel import ParallelLayout
@@ -13,6 +13,7 @@ from rlhpc.reshard.families.parts import LayerPart, Part
 from rlhpc.reshard.families.placement import Placement, Position, Shape, replicated, split
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+FLOAT32 = (".e_score_correction_bias",)
 SCORE = "score.weight"  # a value model's head; Transformers' name for one that classifies
 ROLLOUT_VOCAB_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 
@@ -30,35 +31,30 @@ def _rollout_vocab(vocab_size: int, tp: int) -> int:
 @dataclass(frozen=True)
 class Family:
     """Everything that rlhpc knows of one HF `model_type`: its facts, and the parts that each of its layers is made
-    of. Embedding, final norm and head are the same in all decoders."""
+    of, `dense_layer` being that of the first `num_dense_layers` where the facts have some. Embedding, final norm and
+    head are the same in all decoders."""
 
     model_type: str
     model_facts: Callable[[HfConfig], ModelFacts]
     layer: tuple[LayerPart, ...]
+    dense_layer: tuple[LayerPart, ...] = ()
 
-    def layer_part(self, facts: ModelFacts) -> Part:
-        """The whole layer as one part."""
-        shapes: dict[str, Shape] = {}
-        trainer: dict[str, Placement] = {}
-        rollout: dict[str, Placement] = {}
-        for part in (make(facts) for make in self.layer):
-            shapes |= part.shapes
-            trainer |= part.trainer
-            rollout |= part.rollout
-        return Part(shapes, trainer, rollout)
+    def layer_parts(self, facts: ModelFacts) -> list[Part]:
+        """Every layer as one part; layers of a kind share theirs."""
+        first, others = (_whole(makers, facts) for makers in (self.dense_layer, self.layer))
+        return [first if layer < facts.num_dense_layers else others for layer in range(facts.num_layers)]
 
     def canonical_tensors(self, hf_config: HfConfig) -> dict[str, Shape]:
         """HF names and shapes, in the order of the forward pass. Tied embeddings have no head of their
         own."""
         facts = self.model_facts(hf_config)
-        layer = {
-            name.replace("{e}", str(e)): shape
-            for name, shape in self.layer_part(facts).shapes.items()
-            for e in (range(facts.num_experts) if "{e}" in name else (0,))
-        }
         tensors: dict[str, Shape] = {EMBED: (facts.vocab_size, facts.hidden_size)}
-        for i in range(facts.num_layers):
-            tensors |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+        for i, layer in enumerate(self.layer_parts(facts)):
+            tensors |= {
+                f"model.layers.{i}.{name.replace('{e}', str(e))}": shape
+                for name, shape in layer.shapes.items()
+                for e in (range(facts.num_experts) if "{e}" in name else (0,))
+            }
         tensors[NORM] = (facts.hidden_size,)
         if not facts.tied_embeddings:
             tensors[HEAD] = (facts.vocab_size, facts.hidden_size)
@@ -73,8 +69,8 @@ class Family:
         """
         facts = self.model_facts(hf_config)
         facts.check_trainer(layout)
-        layer = self.layer_part(facts)
-        shapes = _all_shapes(facts, layer)
+        layers = self.layer_parts(facts)
+        shapes = _all_shapes(facts, layers)
         per_stage = facts.num_layers // layout.pp
         shards: dict[str, Shards] = {}
         ends: dict[str, tuple[Replicas, ...]] = defaultdict(tuple)
@@ -83,10 +79,10 @@ class Family:
             for rank in layout.ranks(pp=stage):
                 at = layout.coords(rank)
                 positions.add(rank, Position(facts, shapes, at.tp, layout.tp, at.ep, layout.ep, at.etp, layout.etp))
-            placed = positions.place(layer.trainer)
+            placed = positions.of_layers([part.trainer for part in layers])
             for local in range(per_stage):
-                canonical, buffer = f"model.layers.{stage * per_stage + local}.", f"decoder.layers.{local}."
-                shards |= {canonical + name: Shards(replicas, buffer) for name, replicas in placed.items()}
+                index, buffer = stage * per_stage + local, f"decoder.layers.{local}."
+                shards |= {f"model.layers.{index}.{name}": Shards(where, buffer) for name, where in placed[index]}
             first, last = stage == 0, stage == layout.pp - 1
             table: dict[str, Placement] = {}
             if first:
@@ -131,18 +127,17 @@ class Family:
         facts.check_rollout(tp, expert_parallel=expert_parallel)
         if len(ranks) % tp:
             raise ValueError(f"{len(ranks)} rollout ranks are no multiple of tp={tp}")
-        layer = self.layer_part(facts)
-        shapes = _all_shapes(facts, layer)
+        layers = self.layer_parts(facts)
+        shapes = _all_shapes(facts, layers)
         positions = _Positions()
         for i, rank in enumerate(ranks):
             t = i % tp
             grid = (t, tp, 0, 1) if expert_parallel else (0, 1, t, tp)
             positions.add(rank, Position(facts, shapes, t, tp, *grid))
-        placed = positions.place(layer.rollout)
         shards: dict[str, Shards] = {}
-        for index in range(facts.num_layers):
+        for index, placed in enumerate(positions.of_layers([part.rollout for part in layers])):
             prefix = f"model.layers.{index}."
-            shards |= {prefix + name: Shards(replicas, prefix) for name, replicas in placed.items()}
+            shards |= {prefix + name: Shards(replicas, prefix) for name, replicas in placed}
         ends: dict[str, Placement] = {EMBED: split(EMBED, 0, _rollout_vocab), NORM: replicated(NORM)}
         if not facts.tied_embeddings:
             ends[HEAD] = split(HEAD, 0, _rollout_vocab)
@@ -151,12 +146,30 @@ class Family:
 
     def _specs(self, hf_config: HfConfig, shards: Mapping[str, Shards], dtype: str) -> list[ShardSpec]:
         shapes = self.canonical_tensors(hf_config)
-        return [ShardSpec(name, shape, dtype, shards[name]) for name, shape in shapes.items()]
+        return [ShardSpec(name, shape, tensor_dtype(name, dtype), shards[name]) for name, shape in shapes.items()]
 
 
-def _all_shapes(facts: ModelFacts, layer: Part) -> dict[str, Shape]:
+def tensor_dtype(name: str, dtype: str) -> str:
+    """That of a canonical tensor in a model of `dtype`: what chooses experts stays float32, as backends and published
+    files have it."""
+    return "float32" if name.endswith(FLOAT32) else dtype
+
+
+def _whole(makers: Sequence[LayerPart], facts: ModelFacts) -> Part:
+    """A layer's parts as one."""
+    shapes: dict[str, Shape] = {}
+    trainer: dict[str, Placement] = {}
+    rollout: dict[str, Placement] = {}
+    for part in (make(facts) for make in makers):
+        shapes |= part.shapes
+        trainer |= part.trainer
+        rollout |= part.rollout
+    return Part(shapes, trainer, rollout)
+
+
+def _all_shapes(facts: ModelFacts, layers: Sequence[Part]) -> dict[str, Shape]:
     vocab = (facts.vocab_size, facts.hidden_size)
-    return {**layer.shapes, EMBED: vocab, HEAD: vocab, NORM: (facts.hidden_size,)}
+    return {**layers[0].shapes, **layers[-1].shapes, EMBED: vocab, HEAD: vocab, NORM: (facts.hidden_size,)}
 
 
 class _Positions:
@@ -170,6 +183,11 @@ class _Positions:
         place = (at.tp, at.ep, at.etp)
         self._positions.setdefault(place, at)
         self._ranks[place].append(rank)
+
+    def of_layers(self, tables: Sequence[Mapping[str, Placement]]) -> list[ItemsView[str, tuple[Replicas, ...]]]:
+        """`place` of each layer's table; equal tables share one result."""
+        placed = {id(table): self.place(table) for table in {id(table): table for table in tables}.values()}
+        return [placed[id(table)].items() for table in tables]
 
     def place(self, table: Mapping[str, Placement]) -> dict[str, tuple[Replicas, ...]]:
         """Where the ranks hold each tensor of the table's parameters."""

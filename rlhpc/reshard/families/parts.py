@@ -1,5 +1,5 @@
-"""What the layers of Llama-like decoders are made of: attention and a dense or sparse MLP, each with its
-tensors' names, shapes and places in both backends."""
+"""What the layers of decoders are made of: attention and a dense or sparse MLP, each with its tensors' names, shapes
+and places in both backends."""
 
 from __future__ import annotations
 
@@ -52,25 +52,78 @@ def attention(facts: ModelFacts) -> Part:
     return Part(shapes, trainer, rollout)
 
 
+def latent_attention(facts: ModelFacts) -> Part:
+    """Multi-head latent attention and the norm before it. Projections to latent vectors, which all heads share, are
+    whole on every rank."""
+    assert (latent := facts.latent) is not None
+    hidden, heads = facts.hidden_size, facts.num_heads
+    norm, out = "input_layernorm.weight", "self_attn.o_proj.weight"
+    kv_a, kv_norm, kv_b = (f"self_attn.{x}.weight" for x in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"))
+    shapes: dict[str, Shape] = {
+        norm: (hidden,),
+        kv_a: (latent.kv_rank + latent.rope_dim, hidden),
+        kv_norm: (latent.kv_rank,),
+        kv_b: (heads * (latent.nope_dim + latent.v_dim), latent.kv_rank),
+        out: (hidden, heads * latent.v_dim),
+    }
+    trainer = {
+        norm: replicated(norm),
+        "self_attention.linear_kv_down_proj.weight": replicated(kv_a),
+        "self_attention.kv_layernorm.weight": replicated(kv_norm),
+        "self_attention.linear_kv_up_proj.weight": split(kv_b, 0),
+        "self_attention.linear_proj.weight": split(out, 1),
+    }
+    rollout = {norm: replicated(norm), kv_norm: replicated(kv_norm), kv_b: split(kv_b, 0), out: split(out, 1)}
+    if latent.q_rank is None:
+        query = "self_attn.q_proj.weight"
+        shapes[query] = (heads * facts.head_dim, hidden)
+        trainer["self_attention.linear_q_proj.weight"] = rollout[query] = split(query, 0)
+        rollout[kv_a] = replicated(kv_a)
+    else:
+        q_a, q_norm, q_b = (f"self_attn.{x}.weight" for x in ("q_a_proj", "q_a_layernorm", "q_b_proj"))
+        shapes |= {q_a: (latent.q_rank, hidden), q_norm: (latent.q_rank,)}
+        shapes[q_b] = (heads * facts.head_dim, latent.q_rank)
+        trainer["self_attention.linear_q_down_proj.weight"] = replicated(q_a)
+        trainer["self_attention.q_layernorm.weight"] = rollout[q_norm] = replicated(q_norm)
+        trainer["self_attention.linear_q_up_proj.weight"] = rollout[q_b] = split(q_b, 0)
+        rollout["self_attn.fused_qkv_a_proj.weight"] = concat(replicated(q_a), replicated(kv_a))
+    return Part(shapes, trainer, rollout)
+
+
 def dense_mlp(facts: ModelFacts) -> Part:
     """SwiGLU and the norm before it."""
-    hidden, width = facts.hidden_size, facts.intermediate_size
-    norm, gate, up, down = _NORM, *(f"mlp.{x}_proj.weight" for x in ("gate", "up", "down"))
-    gate_up = concat(split(gate, 0), split(up, 0))
+    shapes, trainer, rollout = _swiglu("mlp", facts.hidden_size, facts.intermediate_size)
     return Part(
-        shapes={norm: (hidden,), gate: (width, hidden), up: (width, hidden), down: (hidden, width)},
-        trainer={
-            "pre_mlp_layernorm.weight": replicated(norm),
-            "mlp.linear_fc1.weight": gate_up,
-            "mlp.linear_fc2.weight": split(down, 1),
-        },
-        rollout={norm: replicated(norm), "mlp.gate_up_proj.weight": gate_up, down: split(down, 1)},
+        shapes={_NORM: (facts.hidden_size,), **shapes},
+        trainer={"pre_mlp_layernorm.weight": replicated(_NORM), **trainer},
+        rollout={_NORM: replicated(_NORM), **rollout},
     )
 
 
+def shared_mlp(facts: ModelFacts) -> Part:
+    """SwiGLU beside the experts: HF's "shared experts" are one MLP of their common size."""
+    return _swiglu("mlp.shared_experts", facts.hidden_size, facts.shared_intermediate_size)
+
+
+def _swiglu(block: str, hidden: int, width: int) -> Part:
+    gate, up, down = (f"{block}.{x}_proj.weight" for x in ("gate", "up", "down"))
+    gate_up = concat(split(gate, 0), split(up, 0))
+    return Part(
+        shapes={gate: (width, hidden), up: (width, hidden), down: (hidden, width)},
+        trainer={f"{block}.linear_fc1.weight": gate_up, f"{block}.linear_fc2.weight": split(down, 1)},
+        rollout={f"{block}.gate_up_proj.weight": gate_up, down: split(down, 1)},
+    )
+
+
+def correction_bias(facts: ModelFacts) -> Part:
+    """What is added to the router's sigmoids where experts are chosen; frozen."""
+    bias = "mlp.gate.e_score_correction_bias"
+    return Part({bias: (facts.num_experts,)}, {"mlp.router.expert_bias": replicated(bias)}, {bias: replicated(bias)})
+
+
 def sparse_mlp(block: str, *, gate: str, up: str, down: str) -> LayerPart:
-    """Softmax top-k experts, and the norm before them. HF and vLLM call the module `block`, HF an expert's projections
-    `gate`, `up` and `down`."""
+    """Top-k experts with their router, and the norm before them. HF and vLLM call the module `block`, HF an expert's
+    projections `gate`, `up` and `down`."""
     router, projections = f"{block}.gate.weight", (f"{block}.experts.{{e}}.{x}.weight" for x in (gate, up, down))
     one_gate, one_up, one_down = projections
     w13, w2 = experts(concat(split(one_gate, 0), split(one_up, 0))), experts(split(one_down, 1))
