@@ -6,7 +6,7 @@ thus repeats bitwise with them. What the ranks measure of themselves is in rlhpc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +53,15 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         # Keys that a token attends to under a causal mask, averaged over the tokens.
         "perf/mean_context_tokens": float((lengths * (lengths + 1) / 2).sum() / lengths.sum()),
     }
+
+
+def means(learnt: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Of each metric over the optimizer steps that have it: the critic's have others than the policy's."""
+    found: dict[str, list[float]] = {}
+    for metrics in learnt:
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def _value_metrics(batch: TrainBatch) -> dict[str, float]:

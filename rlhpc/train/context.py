@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -31,6 +31,8 @@ from rlhpc.train.ranks import Ranks
 from rlhpc.train.saver import Saver
 from rlhpc.train.scoring import Scorer
 from rlhpc.train.validation import Validation
+
+Update = TypeVar("Update")
 
 
 @dataclass(frozen=True)
@@ -182,61 +184,61 @@ class Run:
             max_sequences=self.critic.forward_micro_batch_size_per_gpu,
         )
 
-    def in_time(self, step: int, mini_batches: Sequence[list[TokenSequence]]) -> Iterator[list[TokenSequence]]:
-        """The mini-batches of an update. Raises StopRequested before the first one, and UpdateCut after it where the
-        update can't be finished before a deadline."""
+    def in_time(self, step: int, updates: Sequence[Update]) -> Iterator[Update]:
+        """One after the other. Raises StopRequested before the first one, and UpdateCut after it where the others can't
+        be made before a deadline."""
 
         def part(fraction: float) -> None:
             self.part(step, "update", fraction)
 
         try:
             save_s = self.progress.save_s + self.saver.remaining_s
-            yield from in_time(mini_batches, self.stop, save_s=save_s, part=part)
+            yield from in_time(updates, self.stop, save_s=save_s, part=part)
         except UpdateCut as cut:
             newest = self.newest_step()
             self.reporter.say(f"{cut}: nothing of step {step} is kept, the run goes on after step {newest}")
             raise
 
-    def optimize(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
-        """One optimizer step on a mini-batch; its global token and sequence counts normalise the loss."""
+    def optimize(self, model: str, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+        """One optimizer step of the "actor" or the "critic" on a mini-batch, whose global token and sequence counts
+        normalise the loss."""
+        num_tokens, num_seqs = float(sum(s.response_len for s in sequences)), float(len(sequences))
+        if model == "critic":
+            assert self.critic is not None
+            limits, loss = self.critic, self._value_loss(self.critic, num_tokens, num_seqs)
+        else:
+            limits, loss = self.cfg.actor_rollout_ref.actor, self._policy_loss(num_tokens, num_seqs)
+        return self.ranks.step(
+            sequences,
+            loss,
+            max_tokens=limits.ppo_max_token_len_per_gpu,
+            max_sequences=limits.ppo_micro_batch_size_per_gpu,
+        )
+
+    def _policy_loss(self, num_tokens: float, num_seqs: float) -> LossSpec:
         actor = self.cfg.actor_rollout_ref.actor
-        loss = LossSpec(
+        return LossSpec(
             loss_mode=actor.policy_loss.loss_mode,
             clip_low=_or(actor.clip_ratio_low, actor.clip_ratio),
             clip_high=_or(actor.clip_ratio_high, actor.clip_ratio),
             clip_c=actor.clip_ratio_c,
             loss_agg_mode=actor.loss_agg_mode,
-            num_global_tokens=float(sum(s.response_len for s in sequences)),
-            num_global_seqs=float(len(sequences)),
+            num_global_tokens=num_tokens,
+            num_global_seqs=num_seqs,
             loss_scale_factor=self._loss_scale_factor,
             entropy_coeff=actor.entropy_coeff,
             kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
             kl_type=actor.kl_loss_type,
             temperature=self.cfg.actor_rollout_ref.rollout.temperature,
         )
-        return self.ranks.step(
-            sequences,
-            loss,
-            max_tokens=actor.ppo_max_token_len_per_gpu,
-            max_sequences=actor.ppo_micro_batch_size_per_gpu,
-        )
 
-    def optimize_critic(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
-        """The same of the critic."""
-        critic = self.critic
-        assert critic is not None
-        loss = ValueLossSpec(
+    def _value_loss(self, critic: Critic, num_tokens: float, num_seqs: float) -> ValueLossSpec:
+        return ValueLossSpec(
             clip=critic.cliprange_value,
             loss_agg_mode=critic.loss_agg_mode,
-            num_global_tokens=float(sum(s.response_len for s in sequences)),
-            num_global_seqs=float(len(sequences)),
+            num_global_tokens=num_tokens,
+            num_global_seqs=num_seqs,
             loss_scale_factor=self._loss_scale_factor,
-        )
-        return self.ranks.step(
-            sequences,
-            loss,
-            max_tokens=critic.ppo_max_token_len_per_gpu,
-            max_sequences=critic.ppo_micro_batch_size_per_gpu,
         )
 
     @property

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from hashlib import blake2b
-from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +11,7 @@ from rlhpc.cluster.stop import StopRequested
 from rlhpc.config.critic import Critic
 from rlhpc.config.schema import ActorConfig
 from rlhpc.data.packing import TokenSequence
-from rlhpc.metrics.records import batch_metrics
+from rlhpc.metrics.records import batch_metrics, means
 from rlhpc.train.batch import RolloutBatch, TrainBatch, prepare
 from rlhpc.train.context import Run
 from rlhpc.train.persistence import TrainState, save_and_leave, save_periodically
@@ -79,22 +76,17 @@ def train_step(run: Run, state: TrainState) -> TrainState:
         batch = prepare(
             rollout, trainer_logprobs, ref_logprobs, cfg.algorithm, kl_in_loss=actor.use_kl_loss, values=values
         )
-    learnt: dict[str, float] = {}
-    updates = due_updates(run, step, batch, seed)
-    due = run.in_time(step, [mini_batch for update in updates for mini_batch in update.mini_batches])
-    for update in updates:
-        with timer.phase(update.phase):
-            found = []
-            for mini_batch in islice(due, len(update.mini_batches)):
-                with run.batch_kept_on_failure(step, mini_batch):
-                    found.append(update.optimize(mini_batch))
-            learnt |= {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
+        due = updates(run, step, batch, seed)
+    learnt: list[dict[str, float]] = []
+    for model, mini_batch in run.in_time(step, due):
+        with timer.phase(f"update_{model}"), run.batch_kept_on_failure(step, mini_batch):
+            learnt.append(run.optimize(model, mini_batch))
 
     record = (
         batch_metrics(batch)
         | mismatch(batch.trainer_logprobs, rollout.rollout_logprobs, rollout.mask)
         | batch.metrics
-        | learnt
+        | means(learnt)
         | {"training/global_step": step, "training/epoch": run.cursor.epoch}
         | timer.metrics()
         | run.ranks.usage()
@@ -102,24 +94,18 @@ def train_step(run: Run, state: TrainState) -> TrainState:
     return TrainState(step, run.cursor.state(), record)
 
 
-class Update(NamedTuple):
-    """What changes one of the models in a step."""
-
-    phase: str
-    optimize: Callable[[list[TokenSequence]], dict[str, float]]
-    mini_batches: list[list[TokenSequence]]
-
-
-def due_updates(run: Run, step: int, batch: TrainBatch, seed: int) -> list[Update]:
-    """The critic's where there is one, then the policy's, but for the critic's warm-up."""
-    actor, n, updates = run.cfg.actor_rollout_ref.actor, run.cfg.actor_rollout_ref.rollout.n, []
+def updates(run: Run, step: int, batch: TrainBatch, seed: int) -> list[tuple[str, list[TokenSequence]]]:
+    """(model, mini-batch) of every optimizer step: the critic's, where there is one, then the policy's, but for the
+    critic's warm-up."""
+    actor, n = run.cfg.actor_rollout_ref.actor, run.cfg.actor_rollout_ref.rollout.n
+    due: list[tuple[str, list[TokenSequence]]] = []
     if run.critic:
         sequences = batch.rollout.sequences(**batch.critic_fields)
-        updates.append(Update("update_critic", run.optimize_critic, mini_batches(sequences, run.critic, n, seed)))
+        due += [("critic", mini_batch) for mini_batch in mini_batches(sequences, run.critic, n, seed)]
     if step >= run.cfg.trainer.critic_warmup:
         sequences = batch.rollout.sequences(**batch.fields)
-        updates.append(Update("update_actor", run.optimize, mini_batches(sequences, actor, n, seed)))
-    return updates
+        due += [("actor", mini_batch) for mini_batch in mini_batches(sequences, actor, n, seed)]
+    return due
 
 
 def mini_batches(

@@ -86,8 +86,10 @@ class Progress:
             self._state["total_steps"] = total_steps
 
     def enter(self, step: int, phase: str) -> None:
-        """A phase begins, and with it the one before has ended."""
+        """A phase begins, and with it the one before has ended; the same phase again goes on."""
         ended, now = self._state["phase"], time.time()
+        if (ended, self._state["step"]) == (phase, step):
+            return
         with self._lock:
             if ended in _MILESTONES and "stop" not in self._state:
                 self._state["milestones"].setdefault(_MILESTONES[ended], now)

@@ -251,7 +251,7 @@ def measure_rank(model: Path, args: argparse.Namespace, device: str) -> dict[str
     return measure(trainer, args, device, vocab_size) | {
         "copy_rate": bandwidth,
         "parameters": sum(buffer.numel() for buffer in trainer.source_buffers().values()),
-        "updated": sum(shard.stop - shard.start for shard in trainer._policy.optimizer.shards()),
+        "updated": sum(shard.stop - shard.start for shard in trainer.policy.optimizer.shards()),
     }
 
 

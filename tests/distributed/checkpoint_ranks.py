@@ -69,7 +69,7 @@ def refusal(load_from: Path, model_dir: Path, sizes: Mapping[str, int], **settin
 def train(trainer: Any, steps: range) -> Iterator[dict[str, float]]:
     """Steps of the policy, and of the critic where there is one."""
     for step, metrics in zip(steps, megatron_ranks.train(trainer, steps), strict=True):
-        yield metrics | (critic_step(trainer, seed=200 + step) if trainer._critic else {})
+        yield metrics | (critic_step(trainer, seed=200 + step) if trainer.critic else {})
 
 
 def save(trainer: Any, root: Path) -> None:
@@ -85,7 +85,7 @@ def save(trainer: Any, root: Path) -> None:
     )  # fmt: skip
     dist.all_gather_object(entries, mine)
     if dist.get_rank() == 0:
-        store.commit(pending[0], [entry for each in entries for entry in each], {}, layout=asdict(trainer._layout))
+        store.commit(pending[0], [entry for each in entries for entry in each], {}, layout=asdict(trainer.layout))
     dist.barrier()
 
 

@@ -27,7 +27,7 @@ def one_step(model_dir: Path, sizes: Mapping[str, int], max_tokens: int, **setti
     """Values by sequence, metrics, this rank's parts of all gradients and the specs to place them with. Old values and
     returns are at fixed distances from the critic's own."""
     trainer = make_trainer(model_dir, sizes, adv_estimator="gae", **settings)
-    critic = trainer._critic
+    critic = trainer.critic
     batch = sequences(NUM_SEQUENCES, seed=3)
     batches = pack(batch, dp_size=trainer.data_parallel_size, max_tokens=max_tokens)[trainer.data_parallel_rank]
     untrained = trainer.values(batches)
@@ -54,7 +54,7 @@ def one_step(model_dir: Path, sizes: Mapping[str, int], max_tokens: int, **setti
         "gradient_shards": {s.name: (s.start, s.stop, s.master.grad.numpy().copy()) for s in critic.optimizer.shards()},
         "shapes": {name: tuple(value.shape) for name, value in critic.buffers().items()},
         "specs": critic.specs,
-        "layout": trainer._layout,
+        "layout": trainer.layout,
     }
 
 

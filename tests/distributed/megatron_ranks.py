@@ -172,7 +172,7 @@ def one_step(
     logprobs: dict[int, np.ndarray] = {}
     for packed, value in zip(batches, values, strict=True):
         logprobs |= {i: row.cpu().numpy() for i, row in split_by_sequence(value, packed).items()}
-    shards = {s.name: (s.start, s.stop, s.master.grad.cpu().numpy().copy()) for s in trainer._policy.optimizer.shards()}
+    shards = {s.name: (s.start, s.stop, s.master.grad.cpu().numpy().copy()) for s in trainer.policy.optimizer.shards()}
     return {
         "num_microbatches": len(batches),
         "microbatches": [packed.sequence_ids.tolist() for packed in batches],
@@ -184,7 +184,7 @@ def one_step(
         "gradient_shards": shards,
         "shapes": {name: tuple(value.shape) for name, value in trainer.source_buffers().items()},
         "specs": trainer.source_specs(),
-        "layout": trainer._layout,
+        "layout": trainer.layout,
     }
 
 
@@ -273,7 +273,7 @@ def plain_and_sparing(model_dir: Path) -> list[dict[str, Any]]:
         if shared:
             trainer.load_weights(model_dir)
             outcome["loaded"] = copies(shared)
-            buffers = trainer._policy.parallel.expert_parallel_buffers
+            buffers = trainer.policy.parallel.expert_parallel_buffers
             outcome["buffers"] = sum(buffer.param_data.numel() for buffer in buffers)
         outcomes.append(outcome)
         given = {n: torch.full_like(v, torch.nan) for n, v in trainer.source_buffers().items() if ".experts." in n}
@@ -290,7 +290,7 @@ def tiny_steps(model_dir: Path, sizes: Mapping[str, int], num_steps: int, lr: fl
     """bfloat16 with steps far below its resolution, all on one batch. Looks at elements of at least 1/16, where
     neighbouring bfloat16 values are at least 2^-11 apart."""
     trainer = make_trainer(model_dir, sizes, model__dtype="bfloat16", actor__optim__lr=lr)
-    masters = [shard.master for shard in trainer._policy.optimizer.shards()]
+    masters = [shard.master for shard in trainer.policy.optimizer.shards()]
     batch = sequences(8, seed=5)
     batches = filled_batches(trainer, batch, max_tokens=60)
 
@@ -308,7 +308,7 @@ def tiny_steps(model_dir: Path, sizes: Mapping[str, int], num_steps: int, lr: fl
         longest = torch.maximum(longest, moved[large].abs().max())
         without_masters += moved.bfloat16()
     buffers = trainer.source_buffers()
-    weights = torch.cat([buffers[s.name].flatten()[s.start : s.stop] for s in trainer._policy.optimizer.shards()])
+    weights = torch.cat([buffers[s.name].flatten()[s.start : s.stop] for s in trainer.policy.optimizer.shards()])
     return {
         "num_large": int(large.sum()),
         "longest_step": float(longest),

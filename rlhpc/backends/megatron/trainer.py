@@ -56,7 +56,8 @@ class MegatronTrainer:
     """Implements train.protocols.Trainer. torch.distributed must be initialised, its world being the trainer's.
 
     `shared` are tensors that the policy's experts are to be, by parameter names: their memory is the engine's. In
-    bfloat16, with experts that no other rank has.
+    bfloat16, with experts that no other rank has. `policy`, `critic` (None without one) and `layout` are there to be
+    looked into.
     Raises ConfigError for what the model or this trainer can't do, ModelError for an unusable model directory.
     """
 
@@ -70,11 +71,11 @@ class MegatronTrainer:
     ) -> None:
         cpu_shim.install()
         self._cfg, self._device = cfg, _device(device)
-        self._layout = _layout(cfg, dist.get_world_size())
+        self.layout = _layout(cfg, dist.get_world_size())
         actor, dtype = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model.dtype
         if dtype not in DTYPES:
             raise ConfigError(f"actor_rollout_ref.model.dtype={dtype!r} is unknown; choose {', '.join(DTYPES)}")
-        specs = family_for(hf_config).trainer_specs(hf_config, self._layout, dtype)
+        specs = family_for(hf_config).trainer_specs(hf_config, self.layout, dtype)
         self._source = source = self._source_of(Path(model_dir), hf_config, specs)
         self._balance_coeff = actor.megatron.moe_aux_loss_coeff
         if self._balance_coeff and not source.facts.num_experts:
@@ -83,10 +84,10 @@ class MegatronTrainer:
                 f"{source.facts.model_type} model hasn't; set 0"
             )
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=self._layout.tp,
-            pipeline_model_parallel_size=self._layout.pp,
-            expert_model_parallel_size=self._layout.ep,
-            expert_tensor_parallel_size=self._layout.etp,
+            tensor_model_parallel_size=self.layout.tp,
+            pipeline_model_parallel_size=self.layout.pp,
+            expert_model_parallel_size=self.layout.ep,
+            expert_tensor_parallel_size=self.layout.etp,
             create_gloo_process_groups=False,
         )
         model_parallel_cuda_manual_seed(cfg.seed)
@@ -97,12 +98,12 @@ class MegatronTrainer:
                 parameter.requires_grad_(not name.endswith("mlp.router.weight"))
         overlap = actor.megatron.overlap_grad_reduce
         steps = _optimizer_steps(cfg, actor)
-        self._policy = TrainedModel(
+        self.policy = TrainedModel(
             "actor", policy, source.specs, actor.optim, steps, overlap_grad_reduce=overlap, shared=shared
         )
         needs_reference = actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
         self._reference = self._build(PolicyModel, source).requires_grad_(False).eval() if needs_reference else None
-        self._critic = self._build_critic(hf_config) if needs_critic(cfg) else None
+        self.critic = self._build_critic(hf_config) if needs_critic(cfg) else None
         self._host = self._host_copy()
         if self._device.type == "cuda":
             with told_to_all():
@@ -110,7 +111,7 @@ class MegatronTrainer:
 
     def _source_of(self, directory: Path, hf_config: Mapping[str, Any], specs: Sequence[ShardSpec]) -> Source:
         ref, facts = self._cfg.actor_rollout_ref, family_for(hf_config).model_facts(hf_config)
-        heads = Heads.of(facts.num_heads, facts.num_kv_heads, facts.head_dim, self._layout.tp)
+        heads = Heads.of(facts.num_heads, facts.num_kv_heads, facts.head_dim, self.layout.tp)
         wanted, dtype = ref.actor.megatron.attention_backend, DTYPES[ref.model.dtype]
         return Source(directory, facts, specs, attention_backend(wanted, self._device, dtype, heads))
 
@@ -119,7 +120,7 @@ class MegatronTrainer:
         layers = (Critic.of(self._cfg) if is_critic else ref.model).enable_gradient_checkpointing
         config = transformer_config(
             source.facts,
-            self._layout,
+            self.layout,
             DTYPES[ref.model.dtype],
             attention=source.attention,
             recompute=layers,
@@ -140,7 +141,7 @@ class MegatronTrainer:
     def _build_critic(self, hf_config: Mapping[str, Any]) -> TrainedModel[ValueModel]:
         """Its decoder is that of critic.model.path, its head zero: every value begins as 0."""
         critic, config = Critic.of(self._cfg), critic_model_config(self._cfg, hf_config)
-        specs = family_for(config).critic_specs(config, self._layout, self._cfg.actor_rollout_ref.model.dtype)
+        specs = family_for(config).critic_specs(config, self.layout, self._cfg.actor_rollout_ref.model.dtype)
         directory = critic.path if self._cfg.critic.model.path else self._source.directory
         source = self._source_of(directory, config, specs)
         return TrainedModel(
@@ -157,17 +158,17 @@ class MegatronTrainer:
 
     @property
     def data_parallel_rank(self) -> int:
-        return self._layout.coords(dist.get_rank()).dp
+        return self.layout.coords(dist.get_rank()).dp
 
     @property
     def data_parallel_size(self) -> int:
-        return self._layout.dp
+        return self.layout.dp
 
     def source_specs(self) -> Sequence[ShardSpec]:
         return self._source.specs
 
     def source_buffers(self) -> Mapping[str, torch.Tensor]:
-        return self._policy.buffers()
+        return self.policy.buffers()
 
     def save_hf(self, directory: Path) -> None:
         specs, buffers = self._source.specs, self.source_buffers()
@@ -182,14 +183,14 @@ class MegatronTrainer:
                 "reference logprobs need the reference model; set actor_rollout_ref.actor.use_kl_loss or "
                 "algorithm.use_kl_in_reward"
             )
-        module = self._policy.module if model == "policy" else self._reference
+        module = self.policy.module if model == "policy" else self._reference
         assert module is not None
         batches = on_device(batches, self._device)
         self._host.wait_for("weights" if model == "policy" else "reference")
         if model == "policy" and self._reference:
             self._host.bring("reference")  # what comes next, during these
-        elif self._critic:
-            self._host.bring(self._critic.part("weights"))
+        elif self.critic:
+            self._host.bring(self.critic.part("weights"))
 
         def of_hidden(hidden: torch.Tensor, batch: PackedBatch, packed: PackedSequences) -> torch.Tensor:
             return module.logprobs(hidden, batch, packed, temperature)[0]
@@ -198,15 +199,15 @@ class MegatronTrainer:
 
     def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """See Trainer."""
-        assert self._critic is not None, "values need algorithm.adv_estimator=gae"
+        assert self.critic is not None, "values need algorithm.adv_estimator=gae"
         batches = on_device(batches, self._device)
-        self._host.wait_for(self._critic.part("weights"))
-        return per_token(self._critic.module, batches, self._critic.module.values)
+        self._host.wait_for(self.critic.part("weights"))
+        return per_token(self.critic.module, batches, self.critic.module.values)
 
     def step(self, batches: Sequence[PackedBatch], loss: LossSpec | ValueLossSpec) -> dict[str, float]:
         """See Trainer. Raises TrainingError on all ranks, with nothing changed, for a non-finite loss or gradient."""
         batches = on_device(batches, self._device)
-        model = self._critic if isinstance(loss, ValueLossSpec) else self._policy
+        model = self.critic if isinstance(loss, ValueLossSpec) else self.policy
         assert model is not None, "a critic's step needs algorithm.adv_estimator=gae"
         weights, optimizer = model.part("weights"), model.part("optimizer")
         self._host.wait_for(weights)
@@ -220,7 +221,7 @@ class MegatronTrainer:
     def _step_policy(
         self, batches: Sequence[PackedBatch], loss: LossSpec, before_change: Callable[[], None]
     ) -> dict[str, float]:
-        module = self._policy.module
+        module = self.policy.module
         layers = module.decoder.layers
 
         def of_hidden(hidden: torch.Tensor, batch: PackedBatch, packed: PackedSequences) -> tuple[Any, ...]:
@@ -229,17 +230,17 @@ class MegatronTrainer:
 
         if self._balance_coeff:
             start_balance_loss(layers, num_step_tokens(batches, self._device))
-        metrics = self._policy.step(batches, of_hidden, before_change)
+        metrics = self.policy.step(batches, of_hidden, before_change)
         # The caller sums over data-parallel ranks.
-        balance = expert_balance(layers, self._source.facts.num_layers, self._layout, self._device)
+        balance = expert_balance(layers, self._source.facts.num_layers, self.layout, self._device)
         if self._balance_coeff:
             balance["actor/moe/aux_loss"] = balance_loss(layers, self._device)
-        return metrics | {name: value / self._layout.dp for name, value in balance.items()}
+        return metrics | {name: value / self.layout.dp for name, value in balance.items()}
 
     def _step_critic(
         self, batches: Sequence[PackedBatch], loss: ValueLossSpec, before_change: Callable[[], None]
     ) -> dict[str, float]:
-        assert (critic := self._critic) is not None
+        assert (critic := self.critic) is not None
 
         def of_hidden(hidden: torch.Tensor, batch: PackedBatch, packed: PackedSequences) -> tuple[Any, ...]:
             return microbatch_value_loss(critic.module.values(hidden, batch, packed), batch, loss)
@@ -254,7 +255,7 @@ class MegatronTrainer:
         scratch: dict[str, list[torch.Tensor]] = {}
         leave: dict[str, bool | str] = {"reference": megatron.param_offload}
         for model in self._models():
-            keys = Critic.of(self._cfg) if model is self._critic else megatron
+            keys = Critic.of(self._cfg) if model is self.critic else megatron
             leave[model.part("weights")], leave[model.part("optimizer")] = keys.param_offload, keys.optimizer_offload
             leave[model.part("gradients")] = keys.grad_offload
             parts[model.part("weights")], scratch[model.part("gradients")] = model.weights(), model.gradients()
@@ -292,7 +293,7 @@ class MegatronTrainer:
         """See Trainer. The trainer is awake afterwards."""
         models = self._awake_to_change()
         with told_to_all():
-            load([model.state for model in models], read_manifest(directory), self._layout, self._cfg.seed)
+            load([model.state for model in models], read_manifest(directory), self.layout, self._cfg.seed)
         for model in models:
             model.optimizer.publish_masters()
 
@@ -300,11 +301,11 @@ class MegatronTrainer:
         """See Trainer. The trainer is awake afterwards."""
         self._awake_to_change()
         with told_to_all():
-            self._policy.state.load_weights(Path(source))
-        self._policy.optimizer.publish_masters()
+            self.policy.state.load_weights(Path(source))
+        self.policy.optimizer.publish_masters()
 
     def _models(self) -> list[TrainedModel[Any]]:
-        return [self._policy, *([self._critic] if self._critic else [])]
+        return [self.policy, *([self.critic] if self.critic else [])]
 
     def _awake_to_change(self) -> list[TrainedModel[Any]]:
         self.wake()
