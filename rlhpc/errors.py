@@ -38,6 +38,10 @@ class TrainingError(RlhpcError):
     exit_code = 1
 
 
+class ExhaustedError(TrainingError):
+    """The prompts gave nothing to train on. No weight has changed in this step: the state before it counts."""
+
+
 class SlurmError(RlhpcError):
     """A command of Slurm failed or gave no answer; the message holds the command, its exit code and what it said."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.config.algorithm import algorithm_problems
 from rlhpc.config.critic import critic_problems
 from rlhpc.config.in_place import in_place_experts
 from rlhpc.config.keeping import kept_checkpoints
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from rlhpc.reshard.families import ModelFacts
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32, attention/backends/cpu_attn.py
-GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")  # the group is the baseline
 
 SBATCH_OWN = {  # options of sbatch that follow from other keys
     "nodes": "cluster.nodes",
@@ -246,10 +246,10 @@ def _batches(case: _Case) -> Iterator[str]:
     mini, batch = actor.ppo_mini_batch_size, data.train_batch_size
     yield from _must_divide(f"{_ACTOR}.ppo_mini_batch_size", mini, "data.train_batch_size", batch)
     replicas = case.world_size // rollout.tensor_model_parallel_size
-    if batch < replicas:
+    if data.draw_size < replicas:
         yield (
-            f"data.train_batch_size={batch} is below the {replicas} rollout replicas (ranks / rollout "
-            f"tensor_model_parallel_size); set at least {replicas}"
+            f"data.{'gen' if data.gen_batch_size else 'train'}_batch_size={data.draw_size} is below the {replicas} "
+            f"rollout replicas (ranks / rollout tensor_model_parallel_size); set at least {replicas}"
         )
     if 0 < rollout.chunk_prompts < replicas:
         yield (
@@ -309,18 +309,7 @@ def _lengths(case: _Case) -> Iterator[str]:
 
 
 def _algorithm(case: _Case) -> Iterator[str]:
-    cfg = case.cfg
-    algorithm, n = cfg.algorithm, cfg.actor_rollout_ref.rollout.n
-    if algorithm.adv_estimator in GROUP_ESTIMATORS and n < 2:
-        yield (
-            f"{_ROLLOUT}.n={n} leaves algorithm.adv_estimator={algorithm.adv_estimator} without a "
-            "group to compare with; set n to at least 2, or adv_estimator=reinforce_plus_plus"
-        )
-    if algorithm.adv_estimator == "remax":
-        yield (
-            "algorithm.adv_estimator=remax needs greedy baselines, which are not sampled yet; use "
-            "algorithm.adv_estimator=grpo or another group estimator"
-        )
+    return algorithm_problems(case.cfg)
 
 
 def _trainer(case: _Case) -> Iterator[str]:

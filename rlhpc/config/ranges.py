@@ -38,6 +38,7 @@ AT_LEAST_1 = (
     "critic.forward_max_token_len_per_gpu",
     "critic.ppo_epochs",
     "data.train_batch_size",
+    "data.gen_batch_size",
     "data.val_batch_size",
     "data.max_prompt_length",
     "data.max_response_length",
@@ -67,6 +68,7 @@ AT_LEAST_0 = (
     f"{_ACTOR}.megatron.moe_aux_loss_coeff",
     f"{_ROLLOUT}.chunk_prompts",
     "algorithm.kl_ctrl.kl_coef",
+    "reward.overlong_buffer.penalty_factor",
     "checkpoint.keep_every",
     "checkpoint.keep_best",
     "reshard.verify_every",
@@ -82,7 +84,6 @@ ABOVE_0 = (
     f"{_ACTOR}.clip_ratio_high",
     f"{_ACTOR}.loss_scale_factor",
     f"{_ROLLOUT}.cpu_kv_cache_gib",
-    "algorithm.rollout_correction.rollout_is_threshold",
     "reward.timeout_s",
     "cluster.collective_timeout_s",
     "cluster.memory_gib_per_node",
@@ -165,6 +166,7 @@ def value_of(cfg: RunConfig, key: str) -> Any:
 def _registries() -> dict[str, Collection[str]]:
     from rlhpc.algorithms.advantages import ESTIMATORS
     from rlhpc.algorithms.corrections import LEVELS
+    from rlhpc.algorithms.groups import METRICS
     from rlhpc.algorithms.kl import KL_KINDS
     from rlhpc.algorithms.losses import AGG_MODES, POLICY_LOSSES
     from rlhpc.metrics.reporter import LOGGERS
@@ -182,6 +184,7 @@ def _registries() -> dict[str, Collection[str]]:
         "algorithm.adv_estimator": ESTIMATORS,
         "algorithm.kl_penalty": KL_KINDS,
         "algorithm.kl_ctrl.type": ("fixed",),
+        "algorithm.filter_groups.metric": METRICS,
         "algorithm.rollout_correction.rollout_is": LEVELS,
         "checkpoint.best_mode": ("max", "min"),
         "resume.what": ("weights", "all"),

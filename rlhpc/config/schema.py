@@ -175,7 +175,16 @@ class KlCtrlConfig:
 @dataclass
 class RolloutCorrectionConfig:
     rollout_is: str | None = None  # null | token | sequence: level of trainer/rollout importance weights
-    rollout_is_threshold: float = 2.0  # cap of the importance weight
+    rollout_is_threshold: float | str = 2.0  # their cap; or a window such as 0.5_5.0, beyond which they are 0
+    rollout_rs: str | None = None  # what is left out of the loss: token_k1, seq_mean_k1, ..., several by commas
+    rollout_rs_threshold: float | str | None = None  # k1: a window of ratios, 0.5_2.0; k2, k3: a bound; by commas
+
+
+@dataclass
+class FilterGroupsConfig:
+    enable: bool = False  # drop groups whose samples are all alike, and draw more prompts in their place (DAPO)
+    metric: str = "reward"  # that they are alike in: acc, score: as the reward function gave it; reward: less penalties
+    max_num_gen_batches: int = 0  # most generation batches of a step, then the run ends; 0: as long as some still help
 
 
 @dataclass
@@ -188,6 +197,8 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False  # take the KL to the reference policy from each token's reward
     kl_penalty: str = "kl"  # its kind, as actor.kl_loss_type
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    mask_truncated_completions: bool = False  # leave answers that ran into the length limit out of the loss
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
@@ -204,6 +215,7 @@ class DataConfig:
     filter_overlong_prompts: bool = True  # drop prompts over max_prompt_length; false: refuse them
     shuffle: bool = True  # a new order each epoch, from the seed
     chat_template: bool = True  # apply the tokenizer's chat template to the messages
+    gen_batch_size: int | None = None  # prompts drawn at a time, with algorithm.filter_groups; None: train_batch_size
     system_prompt: str | None = None  # put before prompts that are plain strings; needs chat_template
     data_source: str | None = None  # reward name for rows without a data_source column
 
@@ -214,6 +226,23 @@ class RewardConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the reward function
     timeout_s: float = 10.0  # per completion; then it scores 0
     num_workers: int = 2  # processes
+    @property
+    def draw_size(self) -> int:
+        """Prompts drawn at a time."""
+        return self.gen_batch_size or self.train_batch_size
+
+    @property
+    def draw_key(self) -> str:
+        """The key that says so."""
+        return "data.gen_batch_size" if self.gen_batch_size else "data.train_batch_size"
+
+
+@dataclass
+class OverlongBufferConfig:
+    enable: bool = False  # answers in training lose reward, the more the closer they come to the limit (DAPO)
+    len: int | None = None  # in the last tokens before it; None: a fifth of data.max_response_length
+    penalty_factor: float = 1.0  # what an answer of data.max_response_length loses
+
     shuffle_control: bool = False  # permutes rewards over the batch: a control run that must not learn
 
 
@@ -221,6 +250,7 @@ class RewardConfig:
 class TrainerConfig:
     project_name: str = "rlhpc"  # wandb project and part of run_dir
     experiment_name: str = "default"  # wandb run name and part of run_dir
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     logger: list[str] = field(default_factory=lambda: ["console"])  # and wandb; metrics.jsonl always
     nnodes: int = 1  # nodes
     n_gpus_per_node: int = 1  # ranks per node; on a CPU machine, CPU ranks

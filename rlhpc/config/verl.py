@@ -24,7 +24,7 @@ _NO_PROFILER = "profiling is not available yet; remove it"
 _NO_REWARD_MODEL = "reward models are not available yet; use a rule reward: reward.name=gsm8k or FILE.py:FUNCTION"
 _NO_MULTI_TURN = "multi-turn rollouts and tools are not available; remove it"
 _NO_MULTIMODAL = "only text models are trained; remove it"
-_NO_FILTER = "dynamic sampling is not available yet; remove it"
+_OVERLONG = "set reward.overlong_buffer.{}"
 _TOKEN_BUDGET = "microbatches are always filled up to a token budget ({}); remove it"
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -118,12 +118,16 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_ROLLOUT}.agent.*": VerlKey(_NO_MULTI_TURN),
     f"{_ROLLOUT}.quantization": VerlKey("quantised rollouts are not available", (False, None)),
     # algorithm
-    "algorithm.filter_groups.enable": VerlKey(_NO_FILTER, (False,)),
-    "algorithm.filter_groups.*": VerlKey(_NO_FILTER),
+    "algorithm.filter_groups.max_inflight_gen_batches": VerlKey("one generation batch follows the other; set 1", (1,)),
     "algorithm.kl_ctrl.*": VerlKey("only the fixed KL controller exists: algorithm.kl_ctrl.kl_coef"),
     "algorithm.rollout_correction.bypass_mode": VerlKey("trainer logprobs are always recomputed", (False,)),
-    "algorithm.rollout_correction.rollout_rs": VerlKey("rejection sampling is not available yet", (None,)),
-    "algorithm.rollout_correction.*": VerlKey("only rollout_is and rollout_is_threshold exist"),
+    "algorithm.rollout_correction.loss_type": VerlKey(
+        "set actor_rollout_ref.actor.policy_loss.loss_mode", ("ppo_clip",)
+    ),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": VerlKey(
+        "weights are not normalised; set false", (False,)
+    ),
+    "algorithm.rollout_correction.*": VerlKey("rollout_is, rollout_rs and their thresholds exist; remove it"),
     "algorithm.use_pf_ppo": VerlKey("PF-PPO is not available", (False,)),
     "algorithm.pf_ppo.*": VerlKey("PF-PPO is not available; remove it"),
     # data
@@ -180,7 +184,25 @@ VERL_KEYS: dict[str, VerlKey] = {
     "critic.megatron.*": VerlKey(f"the critic's is what {_MEGATRON} says; remove it"),
     # rewards
     "reward_model.enable": VerlKey(_NO_REWARD_MODEL, (False,)),
-    "reward_model.reward_manager": VerlKey("rewards are computed by row; set naive", ("naive",)),
+    "reward_model.reward_manager": VerlKey("rewards are computed by row; set naive or dapo", ("naive", "dapo")),
+    "reward.reward_manager.name": VerlKey("rewards are computed by row; set naive or dapo", ("naive", "dapo")),
+    **{
+        f"{section}.{name}": VerlKey(instead, accepted)
+        for section in (
+            "reward_model.overlong_buffer",
+            "reward_model.reward_kwargs.overlong_buffer_cfg",
+            "reward.reward_kwargs.overlong_buffer_cfg",
+        )
+        for name, instead, accepted in (
+            ("enable", _OVERLONG.format("enable"), (False,)),
+            ("len", _OVERLONG.format("len"), ()),
+            ("penalty_factor", _OVERLONG.format("penalty_factor"), ()),
+            ("log", "the metrics overlong/* are always there; remove it", (True, False)),
+        )
+    },
+    "reward_model.reward_kwargs.max_resp_len": VerlKey("it is data.max_response_length; remove it"),
+    "reward.reward_kwargs.max_resp_len": VerlKey("it is data.max_response_length; remove it"),
+    "reward.overlong_buffer.log": VerlKey("the metrics overlong/* are always there; remove it", (True, False)),
     "reward_model.*": VerlKey(_NO_REWARD_MODEL),
     "reward.reward_model.*": VerlKey(_NO_REWARD_MODEL),
     "custom_reward_function.path": VerlKey("set reward.name=FILE.py:FUNCTION", (None,)),

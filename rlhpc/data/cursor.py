@@ -16,14 +16,22 @@ class PromptCursor:
     keeps stable between versions. The state is a position; a resumed cursor goes on as if never stopped.
     """
 
-    def __init__(self, num_prompts: int, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:
-        """Raises DataError when an epoch doesn't hold one batch."""
+    def __init__(
+        self,
+        num_prompts: int,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        *,
+        key: str = "data.train_batch_size",
+    ) -> None:
+        """`key` is the setting that `batch_size` comes from. Raises DataError when an epoch doesn't hold one batch."""
         if batch_size < 1:
-            raise DataError(f"data.train_batch_size={batch_size} must be at least 1")
+            raise DataError(f"{key}={batch_size} must be at least 1")
         if batch_size > num_prompts:
             raise DataError(
-                f"data.train_batch_size={batch_size} exceeds the {num_prompts} prompts of the dataset; "
-                f"set data.train_batch_size to at most {num_prompts} or add prompts"
+                f"{key}={batch_size} exceeds the {num_prompts} prompts of the dataset; "
+                f"set {key} to at most {num_prompts} or add prompts"
             )
         self.num_prompts, self.batch_size, self.seed, self.shuffle = num_prompts, batch_size, seed, shuffle
         self.epoch = 0  # of the next batch

@@ -44,6 +44,11 @@ class TokenSequence:
         cls, sequence_id: int, trajectory: Trajectory, fields: Mapping[str, np.ndarray] | None = None
     ) -> TokenSequence:
         prompt, response = trajectory.prompt.token_ids, trajectory.completion.token_ids
+    @property
+    def num_loss_tokens(self) -> int:
+        """Response tokens that the loss is over: those that the field `loss_mask` leaves, all without one."""
+        return int(self.fields["loss_mask"].sum()) if "loss_mask" in self.fields else self.response_len
+
         return cls(sequence_id, np.concatenate([prompt, response]), len(prompt), fields or {})
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rlhpc.metrics.reporter import Reporter
 from rlhpc.reshard.families import family_for
 from rlhpc.reshard.hf import check_hf
 from rlhpc.rewards import RewardPool
+from rlhpc.rewards.overlong import overlong_penalty
 from rlhpc.train.context import Run
 from rlhpc.train.progress import Progress
 from rlhpc.train.ranks import Ranks
@@ -43,8 +45,9 @@ def assembled(
     """
     device = resolve_device(cfg)
     tokenizer, dataset, held_out = load_data(cfg, directory)
-    cursor = PromptCursor(len(dataset), cfg.data.train_batch_size, cfg.seed, cfg.data.shuffle)
-    total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * cursor.batches_per_epoch
+    cursor = PromptCursor(len(dataset), cfg.data.draw_size, cfg.seed, cfg.data.shuffle, key=cfg.data.draw_key)
+    steps_per_epoch = cursor.batches_per_epoch * cfg.data.draw_size // cfg.data.train_batch_size
+    total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * steps_per_epoch
     num_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     progress.plan(total_steps)
     stop.check()
@@ -69,7 +72,13 @@ def assembled(
         stack.callback(workers.close)
         workers.call("start", waiting=stop.check)
         progress.milestone("ranks_ready")
-        scorer = Scorer(tokenizer, pool, shuffle=cfg.reward.shuffle_control, waiting=stop.check)
+        scorer = Scorer(
+            tokenizer,
+            pool,
+            overlong_penalty=overlong_penalty_of(cfg),
+            shuffle=cfg.reward.shuffle_control,
+            waiting=stop.check,
+        )
         ranks = Ranks(workers, stop.requested)
         store = CheckpointStore(cfg.checkpoint_root(), attempt.name if attempt else "")
         saver = stack.enter_context(Saver(cfg, ranks, store, progress, reporter))
@@ -125,6 +134,15 @@ def started_ray(
 
     num_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     return local_ray(cfg.cluster, num_ranks=num_ranks, num_gpus=num_gpus)
+
+
+def overlong_penalty_of(cfg: RunConfig) -> Callable[[int], float] | None:
+    """By the number of an answer's tokens; None without an overlong buffer."""
+    overlong, limit = cfg.reward.overlong_buffer, cfg.data.max_response_length
+    if not overlong.enable:
+        return None
+    buffer_tokens = overlong.len or max(1, limit // 5)
+    return partial(overlong_penalty, max_tokens=limit, buffer_tokens=buffer_tokens, factor=overlong.penalty_factor)
 
 
 def resolve_device(cfg: RunConfig) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlhpc.algorithms.advantages import ESTIMATORS
-from rlhpc.algorithms.corrections import rollout_weights
+from rlhpc.algorithms.corrections import kept_by, parse_rejections, rollout_weights
 from rlhpc.algorithms.kl import penalize_rewards
 from rlhpc.config.schema import AlgorithmConfig
 from rlhpc.data.packing import TokenSequence
@@ -68,7 +68,8 @@ class TrainBatch:
     def critic_fields(self) -> dict[str, torch.Tensor]:
         """What travels to the trainer for the critic's update."""
         assert self.values is not None
-        return {"values": self.values, "returns": self.returns}
+        shared = {name: self.fields[name] for name in ("loss_mask",) if name in self.fields}
+        return {"values": self.values, "returns": self.returns} | shared
 
 
 def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
@@ -125,3 +126,10 @@ def prepare(
         fields["rollout_weights"] = weights
         metrics |= more
     return TrainBatch(rollout, behavior, rewards, advantages, returns, fields, metrics, of_critic)
+    if correction.rollout_rs is not None:
+        rules = parse_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
+        fields["loss_mask"], more = kept_by(rules, behavior, rollout.rollout_logprobs, mask)
+        metrics |= more
+    if algorithm.mask_truncated_completions:
+        whole = torch.tensor([t.completion.finish_reason != "length" for t in rollout.trajectories])
+        fields["loss_mask"] = fields.get("loss_mask", mask) * whole.unsqueeze(-1)

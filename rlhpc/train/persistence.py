@@ -40,10 +40,10 @@ def save_periodically(run: Run, state: TrainState) -> None:
 
 
 def save_and_leave(run: Run, state: TrainState) -> None:
-    """Answers a stop: commits the save in flight, then the state where that was another one, and says how the run goes
-    on."""
+    """Answers a stop or an error that leaves the state whole: commits the save in flight, then the state where that was
+    another one, and says how the run goes on."""
     run.progress.stopping()
-    run.reporter.say(f"{run.stop.reason}: stopping after step {state.step}")
+    run.reporter.say(f"{run.stop.reason or 'nothing to train on'}: stopping after step {state.step}")
     with run.timer(state.step).phase("save_checkpoint"):
         run.saver.now(state, hurry=run.in_a_hurry())
     run.reporter.close_run(state.step, finished=False)

@@ -12,11 +12,21 @@ from rlhpc.rewards import RewardPool
 
 
 class Scorer:
-    """`shuffle` permutes the rewards over the batch: a control run, whose policy must not learn the task. `waiting` is
-    called a few times a second while rewards are out, and may raise to give them up."""
+    """`overlong_penalty` of a number of response tokens lowers the rewards of what is trained on; None: nothing does.
+    `shuffle` permutes these over the batch: a control run, whose policy must not learn the task. `waiting` is called a
+    few times a second while rewards are out, and may raise to give them up."""
 
-    def __init__(self, tokenizer: Any, pool: RewardPool, *, shuffle: bool, waiting: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        pool: RewardPool,
+        *,
+        overlong_penalty: Callable[[int], float] | None,
+        shuffle: bool,
+        waiting: Callable[[], None],
+    ) -> None:
         self._tokenizer, self._pool, self._shuffle, self._waiting = tokenizer, pool, shuffle, waiting
+        self._overlong_penalty = overlong_penalty
 
     def score(
         self,
@@ -24,7 +34,7 @@ class Scorer:
         completions: Sequence[Completion],
         *,
         seed: int,
-        control: bool = False,
+        training: bool = False,
     ) -> list[Trajectory]:
         """Trajectories in the order of `completions`, which hold the same number per prompt, prompt-major."""
         n = len(completions) // len(prompts)
@@ -35,9 +45,11 @@ class Scorer:
             waiting=self._waiting,
         )
         order = np.arange(len(results))
-        if self._shuffle and control:
+        if self._shuffle and training:
             order = np.random.default_rng(seed).permutation(len(results))
+        penalty = self._overlong_penalty if training else None
+        penalties = [penalty(len(c.token_ids)) if penalty else None for c in completions]
         return [
-            Trajectory(prompt, completion, text, results[o].score, results[o].status)
-            for prompt, completion, text, o in zip(owners, completions, texts, order, strict=True)
+            Trajectory(prompt, completion, text, results[o].score, results[o].status, penalties[index])
+            for index, (prompt, completion, text, o) in enumerate(zip(owners, completions, texts, order, strict=True))
         ]

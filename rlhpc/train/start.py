@@ -25,7 +25,6 @@ OF_NO_INTEREST = (
     "trainer.default_local_dir", "trainer.resume_",
 )  # fmt: skip
 SAME_ARCHITECTURE = ("model_type", "num_heads", "num_kv_heads", "head_dim")  # the rest shows in shapes
-CURSOR_KEYS = {"batch_size": "data.train_batch_size", "seed": "seed", "shuffle": "data.shuffle"}
 
 
 def own_newest_first(cfg: RunConfig, store: CheckpointStore) -> Iterator[Found]:
@@ -117,8 +116,8 @@ def _check_architecture(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any
 
 
 def _check_continues(cfg: RunConfig, manifest: CheckpointManifest) -> None:
-    """The optimizer's state is that of the parameters that were trained. The order of the data is a function of
-    CURSOR_KEYS, and the checkpoint's cursor a position in it."""
+    """The optimizer's state is that of the parameters that were trained. The order of the data is a function of some
+    settings, and the checkpoint's cursor a position in it."""
     frozen, were_frozen = cfg.actor_rollout_ref.actor.megatron.freeze_moe_router, FROZEN_KIND in manifest.kinds
     if frozen != were_frozen:
         raise ConfigError(
@@ -126,10 +125,12 @@ def _check_continues(cfg: RunConfig, manifest: CheckpointManifest) -> None:
             f"saved with {json.dumps(were_frozen)}, and its optimizer's state is for that; set that, or "
             "resume.what=weights, which begins the optimizer anew"
         )
-    cursor, tree = manifest.state.get("train", {}).get("cursor", {}), cfg.tree()
-    for name, key in CURSOR_KEYS.items():
-        section, _, leaf = key.rpartition(".")
-        ours = tree[section][leaf] if section else tree[leaf]
+    cursor, data = manifest.state.get("train", {}).get("cursor", {}), cfg.data
+    for name, key, ours in (
+        ("batch_size", data.draw_key, data.draw_size),
+        ("seed", "seed", cfg.seed),
+        ("shuffle", "data.shuffle", data.shuffle),
+    ):
         if cursor.get(name) != ours:
             raise ConfigError(
                 f"{key}={json.dumps(ours)}, but {manifest.directory} stands in an order of the data drawn with "
