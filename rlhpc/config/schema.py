@@ -190,6 +190,8 @@ class FilterGroupsConfig:
 @dataclass
 class AlgorithmConfig:
     adv_estimator: str = "grpo"  # a name in rlhpc.algorithms.advantages.ESTIMATORS
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    mask_truncated_completions: bool = False  # leave answers that ran into the length limit out of the loss
     gamma: float = 1.0  # discount per token
     lam: float = 1.0  # GAE's lambda
     norm_adv_by_std_in_grpo: bool = True  # false: Dr. GRPO's advantages
@@ -197,8 +199,6 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False  # take the KL to the reference policy from each token's reward
     kl_penalty: str = "kl"  # its kind, as actor.kl_loss_type
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
-    mask_truncated_completions: bool = False  # leave answers that ran into the length limit out of the loss
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
@@ -208,6 +208,7 @@ class DataConfig:
     val_files: Any = None  # as train_files; None: no validation
     prompt_key: str = "prompt"  # column with the prompt
     train_batch_size: int = 1024  # prompts per step
+    gen_batch_size: int | None = None  # prompts drawn at a time, with algorithm.filter_groups; None: train_batch_size
     val_batch_size: int | None = None  # prompts; None: all at once
     val_max_samples: int = -1  # the first N validation prompts; -1: all
     max_prompt_length: int = 512  # tokens
@@ -215,17 +216,9 @@ class DataConfig:
     filter_overlong_prompts: bool = True  # drop prompts over max_prompt_length; false: refuse them
     shuffle: bool = True  # a new order each epoch, from the seed
     chat_template: bool = True  # apply the tokenizer's chat template to the messages
-    gen_batch_size: int | None = None  # prompts drawn at a time, with algorithm.filter_groups; None: train_batch_size
     system_prompt: str | None = None  # put before prompts that are plain strings; needs chat_template
     data_source: str | None = None  # reward name for rows without a data_source column
 
-
-@dataclass
-class RewardConfig:
-    name: str | None = None  # a reward or FILE.py:FUNCTION; None: by each row's data_source
-    kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the reward function
-    timeout_s: float = 10.0  # per completion; then it scores 0
-    num_workers: int = 2  # processes
     @property
     def draw_size(self) -> int:
         """Prompts drawn at a time."""
@@ -243,6 +236,14 @@ class OverlongBufferConfig:
     len: int | None = None  # in the last tokens before it; None: a fifth of data.max_response_length
     penalty_factor: float = 1.0  # what an answer of data.max_response_length loses
 
+
+@dataclass
+class RewardConfig:
+    name: str | None = None  # a reward or FILE.py:FUNCTION; None: by each row's data_source
+    kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the reward function
+    timeout_s: float = 10.0  # per completion; then it scores 0
+    num_workers: int = 2  # processes
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     shuffle_control: bool = False  # permutes rewards over the batch: a control run that must not learn
 
 
@@ -250,7 +251,6 @@ class OverlongBufferConfig:
 class TrainerConfig:
     project_name: str = "rlhpc"  # wandb project and part of run_dir
     experiment_name: str = "default"  # wandb run name and part of run_dir
-    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     logger: list[str] = field(default_factory=lambda: ["console"])  # and wandb; metrics.jsonl always
     nnodes: int = 1  # nodes
     n_gpus_per_node: int = 1  # ranks per node; on a CPU machine, CPU ranks

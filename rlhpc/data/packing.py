@@ -39,11 +39,6 @@ class TokenSequence:
     def response_len(self) -> int:
         return len(self.token_ids) - self.prompt_len
 
-    @classmethod
-    def of(
-        cls, sequence_id: int, trajectory: Trajectory, fields: Mapping[str, np.ndarray] | None = None
-    ) -> TokenSequence:
-        prompt, response = trajectory.prompt.token_ids, trajectory.completion.token_ids
     @property
     def num_loss_tokens(self) -> int:
         """Response tokens that the loss is over: those that the field `loss_mask` leaves, all without one."""

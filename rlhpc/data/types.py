@@ -42,13 +42,13 @@ class Trajectory:
     text: str  # decoded response
     score: float  # what the reward function gave
     reward_status: str  # ok | error | timeout
-
     overlong_penalty: float | None = None  # at most 0; None: there is no overlong buffer
 
     @property
     def reward(self) -> float:
         """The score less what the answer's length costs."""
         return self.score + (self.overlong_penalty or 0.0)
+
 
 @dataclass(frozen=True)
 class PackedBatch:

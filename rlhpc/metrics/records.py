@@ -27,9 +27,9 @@ TRAINER_PHASES = ("old_log_prob", "ref", "values", "update_critic", "update_acto
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     """Scores, rewards, values, advantages, returns, lengths and reward failures of one step's trajectories.
 
-    Scores are what the reward said, rewards that less an in-reward KL penalty; both leave out trajectories
-    without a response token, as verl does. `response_length/clip_ratio` is the share that ran into the length
-    limit.
+    Scores are what the reward said less what an overlong answer costs, rewards that less an in-reward KL penalty; both
+    leave out trajectories without a response token, as verl does. `response_length/clip_ratio` is the share that ran
+    into the length limit.
     """
     trajectories, mask = batch.rollout.trajectories, batch.rollout.mask > 0
     answered = mask.any(-1)
@@ -46,6 +46,7 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         "response_length/clip_ratio": _share([t.completion.finish_reason == "length" for t in trajectories]),
         **_mean_max_min("prompt_length", prompts),
         "response/aborted_ratio": 1 - float(answered.double().mean()),
+        **_overlong_metrics([t.overlong_penalty for t in trajectories if t.overlong_penalty is not None]),
         "reward/error_rate": _share([t.reward_status == "error" for t in trajectories]),
         "reward/timeout_rate": _share([t.reward_status == "timeout" for t in trajectories]),
         "reward/zero_std_group_ratio": _alike_ratio(batch.rollout.scores.sum(-1), batch.rollout.group_ids),
@@ -70,6 +71,14 @@ def _value_metrics(batch: TrainBatch) -> dict[str, float]:
         return {}
     explained = explained_variance(batch.values, batch.returns, batch.rollout.mask)
     return _mean_max_min("critic/values", batch.values[batch.rollout.mask > 0]) | {"critic/vf_explained_var": explained}
+
+
+def _overlong_metrics(penalties: list[float]) -> dict[str, float]:
+    """The share of answers that got into the overlong buffer, and what an answer loses on average."""
+    if not penalties:
+        return {}
+    ratio = _share([penalty < 0 for penalty in penalties])
+    return {"overlong/ratio": ratio, "overlong/penalty/mean": sum(penalties) / len(penalties)}
 
 
 def _alike_ratio(scores: torch.Tensor, group_ids: torch.Tensor) -> float:

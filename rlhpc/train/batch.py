@@ -125,7 +125,6 @@ def prepare(
         )
         fields["rollout_weights"] = weights
         metrics |= more
-    return TrainBatch(rollout, behavior, rewards, advantages, returns, fields, metrics, of_critic)
     if correction.rollout_rs is not None:
         rules = parse_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
         fields["loss_mask"], more = kept_by(rules, behavior, rollout.rollout_logprobs, mask)
@@ -133,3 +132,4 @@ def prepare(
     if algorithm.mask_truncated_completions:
         whole = torch.tensor([t.completion.finish_reason != "length" for t in rollout.trajectories])
         fields["loss_mask"] = fields.get("loss_mask", mask) * whole.unsqueeze(-1)
+    return TrainBatch(rollout, behavior, rewards, advantages, returns, fields, metrics, of_critic)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from safetensors.numpy import save_file
 
+from rlhpc.algorithms.groups import FEWEST_TRIES, Groups, VaryingGroups
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.stop import StopFlag, UpdateCut
 from rlhpc.config.critic import Critic, needs_critic
@@ -152,9 +153,23 @@ class Run:
             between_chunks=between_chunks,
         )
 
+    def groups(self) -> Groups:
+        """What a step gathers its groups of samples in."""
+        wanted, n = self.cfg.data.train_batch_size, self.cfg.actor_rollout_ref.rollout.n
+        filtering = self.cfg.algorithm.filter_groups
+        if not filtering.enable:
+            return Groups(wanted, n)
+        return VaryingGroups(
+            wanted,
+            n,
+            metric=filtering.metric,
+            max_batches=filtering.max_num_gen_batches,
+            patience=max(FEWEST_TRIES, self.cursor.batches_per_epoch),
+        )
+
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], seed: int) -> list[Trajectory]:
         """Trajectories with their rewards. Raises StopRequested while a reward is waited for."""
-        return self.scorer.score(prompts, completions, seed=seed, control=True)
+        return self.scorer.score(prompts, completions, seed=seed, training=True)
 
     def logprobs(self, sequences: Sequence[TokenSequence], model: str) -> list[np.ndarray]:
         """Per-token logprobs under the "policy" or the "reference", at the sampling temperature. Raises StopRequested
@@ -202,7 +217,8 @@ class Run:
     def optimize(self, model: str, sequences: Sequence[TokenSequence]) -> dict[str, float]:
         """One optimizer step of the "actor" or the "critic" on a mini-batch, whose global token and sequence counts
         normalise the loss."""
-        num_tokens, num_seqs = float(sum(s.response_len for s in sequences)), float(len(sequences))
+        lengths = [sequence.num_loss_tokens for sequence in sequences]
+        num_tokens, num_seqs = float(sum(lengths)), float(sum(length > 0 for length in lengths))
         if model == "critic":
             assert self.critic is not None
             limits, loss = self.critic, self._value_loss(self.critic, num_tokens, num_seqs)

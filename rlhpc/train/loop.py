@@ -11,6 +11,7 @@ from rlhpc.cluster.stop import StopRequested
 from rlhpc.config.critic import Critic
 from rlhpc.config.schema import ActorConfig
 from rlhpc.data.packing import TokenSequence
+from rlhpc.errors import ExhaustedError
 from rlhpc.metrics.records import batch_metrics, means
 from rlhpc.train.batch import RolloutBatch, TrainBatch, prepare
 from rlhpc.train.context import Run
@@ -23,7 +24,8 @@ def train(run: Run) -> TrainState:
 
     A step's weights are published and validated before they are committed together with the step's metrics: a run
     killed anywhere finds a checkpoint whose record is whole, and a resumed run repeats nothing that was committed.
-    Raises StopRequested after a stop, once the last whole step is committed.
+    Raises StopRequested after a stop, and ExhaustedError where the prompts give a step nothing to train on, once the
+    last whole step is committed.
     """
     state = restore(run)
     run.saver.retire()
@@ -44,7 +46,7 @@ def train(run: Run) -> TrainState:
                 return state
             state = train_step(run, state)
             run.stop.check()
-        except StopRequested:  # between steps, or in one that has not reached the weights: the state stands
+        except (StopRequested, ExhaustedError):  # no weight has changed since: the state stands
             save_and_leave(run, state)
             raise
 
@@ -57,12 +59,15 @@ def train_step(run: Run, state: TrainState) -> TrainState:
     seed = step_seed(cfg.seed, step)
     run.cursor.load(state.cursor)
 
-    with timer.phase("gen"):
-        prompts = [run.dataset[index] for index in run.cursor.next()]
-        completions = run.generate(prompts, seed, step)
-    with timer.phase("reward"):
-        trajectories = run.score(prompts, completions, seed)
-        rollout = RolloutBatch.collate(trajectories, cfg.actor_rollout_ref.rollout.n)
+    groups = run.groups()
+    while not groups.full:
+        sampling_seed = step_seed(cfg.seed, step, groups.num_batches)
+        with timer.phase("gen"):
+            prompts = [run.dataset[index] for index in run.cursor.next()]
+            completions = run.generate(prompts, sampling_seed, step)
+        with timer.phase("reward"):
+            groups.add(run.score(prompts, completions, sampling_seed))
+    rollout = RolloutBatch.collate(groups.trajectories, cfg.actor_rollout_ref.rollout.n)
 
     with timer.phase("old_log_prob"):
         run.ranks.begin_update()
@@ -84,6 +89,7 @@ def train_step(run: Run, state: TrainState) -> TrainState:
 
     record = (
         batch_metrics(batch)
+        | groups.metrics
         | mismatch(batch.trainer_logprobs, rollout.rollout_logprobs, rollout.mask)
         | batch.metrics
         | means(learnt)
@@ -123,6 +129,8 @@ def mini_batches(
     return batches
 
 
-def step_seed(run_seed: int, step: int) -> int:
-    """63-bit seed of one step's sampling: a function of run and step alone, so that a restart repeats it."""
-    return int.from_bytes(blake2b(f"{run_seed}:{step}".encode(), digest_size=8).digest(), "big") >> 1
+def step_seed(run_seed: int, step: int, batch: int = 0) -> int:
+    """63-bit seed of one step's sampling, or of a further batch that it samples: a function of these alone, so that a
+    restart repeats it."""
+    name = f"{run_seed}:{step}" + (f":{batch}" if batch else "")
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
