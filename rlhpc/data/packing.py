@@ -44,6 +44,11 @@ class TokenSequence:
         """Response tokens that the loss is over: those that the field `loss_mask` leaves, all without one."""
         return int(self.fields["loss_mask"].sum()) if "loss_mask" in self.fields else self.response_len
 
+    @classmethod
+    def of(
+        cls, sequence_id: int, trajectory: Trajectory, fields: Mapping[str, np.ndarray] | None = None
+    ) -> TokenSequence:
+        prompt, response = trajectory.prompt.token_ids, trajectory.completion.token_ids
         return cls(sequence_id, np.concatenate([prompt, response]), len(prompt), fields or {})
 
 
