@@ -25,8 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command in ("train", "plan"):
             _become("run.py", [*rest, *(["launch.dry_run=true"] if args.command == "plan" else [])])
-        _carry_out(args)
+        code = _carry_out(args)
         sys.stdout.flush()
+        return code
     except RlhpcError as error:
         print_error(error)
         return error.exit_code
@@ -38,10 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader had enough, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the last flush, at exit, fail
-    return 0
+        return 0
 
 
-def _carry_out(args: argparse.Namespace) -> None:
+def _carry_out(args: argparse.Namespace) -> int:
+    if args.command == "doctor":
+        from rlhpc.cli.doctor import doctor
+
+        flags = [f"--{name}" for name in ("slurm", "gpu", "json") if getattr(args, name)]
+        if args.overrides:
+            _become("doctor.py", [*flags, *args.overrides])
+        return doctor(None, slurm=args.slurm, gpu=args.gpu, as_json=args.json)
     if args.command == "status":
         from rlhpc.cli.status import status
 
@@ -81,6 +89,7 @@ def _carry_out(args: argparse.Namespace) -> None:
 
         names = (field.name for field in fields(Upcycling))
         print(upcycle(args.source, args.target, Upcycling(**{name: getattr(args, name) for name in names})))
+    return 0
 
 
 def _become(script: str, arguments: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ UNITS = {
 }  # fmt: skip
 EXAMPLES = """\
 examples:
+  rlhpc doctor                                            would a run work here?
   rlhpc train experiment=tiny_arithmetic                  what launch/run.py does
   rlhpc status                                            every run under outputs/ and in the queue
   rlhpc logs -f outputs/rlhpc/default                     follow a run until it has ended
@@ -43,6 +44,7 @@ def build() -> argparse.ArgumentParser:
             description=f"{what}; takes what launch/run.py takes: experiment=tiny_arithmetic KEY=VALUE ...",
             add_help=False,
         )
+    _add_doctor(commands)
     _add_status(commands)
     _add_logs(commands)
     _add_cancel(commands)
@@ -66,6 +68,28 @@ def _command(commands: Any, name: str, what: str, description: str, examples: It
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "doctor",
+        "look for what would keep a run from working here, and say how to mend it",
+        "Looks at Python and the pinned packages, GPUs and their driver, memory, limits of processes, network, ports,\n"
+        "file systems, what dead runs left, and Slurm where it is here; with overrides also at what that run needs.\n"
+        "It starts and submits nothing, writes only temporary files, and takes some ten seconds at most. Inside a\n"
+        "Slurm job it looks at the node. Lines are ok, warning or failed; the exit code is 1 where something failed.",
+        (
+            "rlhpc doctor                                     this machine",
+            "rlhpc doctor experiment=qwen3_30b_a3b_grpo cluster=h200 launch=slurm actor_rollout_ref.model.path=DIR ...",
+            "srun -p gpu --gpus-per-node=8 rlhpc doctor --gpu     a node: a GPU has to be there",
+            "rlhpc doctor --json | jq '.[] | select(.level == \"failed\")'",
+        ),
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="a run, as launch/run.py takes it")
+    parser.add_argument("--slurm", action="store_true", help="Slurm has to be here (else it may be missing)")
+    parser.add_argument("--gpu", action="store_true", help="a GPU has to be here (else it may be missing)")
+    parser.add_argument("--json", action="store_true", help="a list of objects: part, check, level, found, fix")
 
 
 def _add_status(commands: Any) -> None:

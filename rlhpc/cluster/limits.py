@@ -1,9 +1,10 @@
-"""What this process may use of its node: CPUs, memory and /dev/shm, as cgroups (v1 and v2), Slurm and the machine say.
-Standard library only."""
+"""What this process may use of its node: CPUs, memory, /dev/shm and processes, as cgroups (v1 and v2), Slurm and the
+machine say. Standard library only."""
 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,28 @@ def free_memory(root: Path = Path("/")) -> int:
         if limit.isdigit() and used.isdigit():
             left.append(int(limit) - int(used) + _file_pages(directory, version))
     return max(0, min(left))
+
+
+def free_tasks(root: Path = Path("/")) -> int:
+    """Processes and threads that may still be started here: of the kernel's number, each cgroup's, and the user's
+    (RLIMIT_NPROC, which doesn't bind root)."""
+    _, _, _, tasks, _ = _text(root / "proc/loadavg").split()
+    left = [int(_text(root / "proc/sys/kernel/threads-max")) - int(tasks.partition("/")[2])]
+    for directory, _ in _levels(root, "pids"):
+        limit, used = (_text(directory / name).strip() for name in ("pids.max", "pids.current"))
+        if limit.isdigit() and used.isdigit():
+            left.append(int(limit) - int(used))
+    user_limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if user_limit != resource.RLIM_INFINITY and os.getuid():
+        left.append(user_limit - _own_threads(root))
+    return max(0, min(left))
+
+
+def _own_threads(root: Path) -> int:
+    """Of this user, over all processes that are visible."""
+    uid = f"\nUid:\t{os.getuid()}\t"
+    texts = (_text(entry / "status") for entry in (root / "proc").iterdir() if entry.name.isdigit())
+    return sum(int(text.partition("\nThreads:\t")[2].partition("\n")[0]) for text in texts if uid in text)
 
 
 def _file_pages(directory: Path, version: int) -> int:

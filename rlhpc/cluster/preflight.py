@@ -72,7 +72,7 @@ class Cluster:
 
 def limits(cfg: RunConfig, cluster: Cluster, cpus_per_node: int) -> list[str]:
     """Everything in `cfg` that the cluster can't give. Of several partitions (a,b) one must be able to."""
-    problems = [*_version(cluster), *_account(cfg, cluster), *_reservation(cfg, cluster)]
+    problems = [*too_old(cluster), *_account(cfg, cluster), *_reservation(cfg, cluster)]
     names = cfg.cluster.partition.split(",") if cfg.cluster.partition else [cluster.default_partition()]
     refusals = [list(_partition(cfg, cluster, name, cpus_per_node)) for name in names]
     return problems if [] in refusals else problems + [line for lines in refusals for line in lines]
@@ -87,7 +87,7 @@ def cautions(cfg: RunConfig, cluster: Cluster) -> Iterator[str]:
     for name in names:
         partition = cluster.partitions.get(name, {})
         members = cluster.members(partition)
-        up = [node for node in members.values() if not AWAY & _states(node)]
+        up = [node for node in members.values() if not AWAY & states(node)]
         if len(up) < cfg.trainer.nnodes <= len(members):
             yield f"partition {name}: {len(up)} of its {len(members)} nodes are up, the job waits for more"
         if partition.get("State") == "DOWN":
@@ -255,10 +255,11 @@ def _reservation(cfg: RunConfig, cluster: Cluster) -> Iterator[str]:
         yield f"trainer.nnodes={cfg.trainer.nnodes} exceeds the {size} nodes of reservation {name}; set at most {size}"
 
 
-def _version(cluster: Cluster) -> Iterator[str]:
-    version = cluster.config.get("SLURM_VERSION", "")
-    if (found := re.match(r"(\d+)\.(\d+)", version)) and (int(found[1]), int(found[2])) < OLDEST_SLURM:
-        yield f"Slurm {version} is too old: srun --overlap came with 20.11; run without Slurm (launch=local)"
+def too_old(cluster: Cluster) -> Iterator[str]:
+    """Whether the cluster is too old for rlhpc."""
+    known = cluster.config.get("SLURM_VERSION", "")
+    if (found := re.match(r"(\d+)\.(\d+)", known)) and (int(found[1]), int(found[2])) < OLDEST_SLURM:
+        yield f"Slurm {known} is too old: srun --overlap came with 20.11; run without Slurm (launch=local)"
 
 
 def minutes(limit: str) -> float | None:
@@ -281,7 +282,8 @@ def _larger(cluster: Cluster, nodes: int, besides: str) -> str:
     return f" ({', '.join(sorted(fit))} would do)" if fit else ""
 
 
-def _states(node: Fields) -> set[str]:
+def states(node: Fields) -> set[str]:
+    """A node's, such as IDLE and DRAIN."""
     state = node.get("State", "")
     return set(re.findall(r"[A-Z_]+", state)) | ({"NOT_RESPONDING"} if "*" in state else set())
 

@@ -98,7 +98,7 @@ class RayNode:
         self._attempt, self._env, self._session, self._spec = attempt, env, session, spec
         self._begun = time.time()
         self._limits = limits(os.environ)
-        self._object_store = _object_store(spec, self._limits)
+        self._object_store = object_store_bytes(spec, self._limits)
         if self._limits.cpus < (wanted := spec.ranks_per_node * spec.cpus_per_rank):
             self._print(
                 f"{self._limits.cpus:g} CPUs for {spec.ranks_per_node} ranks of cluster.cpus_per_rank="
@@ -289,8 +289,9 @@ class RayNode:
         yield from sorted(path for path in self._session.directory.glob("session_2*/logs/*") if path.is_file())
 
 
-def _object_store(spec: RaySpec, found: Limits) -> int:
-    """Bytes of Ray's shared memory on this node: what was asked for, where the node has as much."""
+def object_store_bytes(spec: RaySpec, found: Limits) -> int:
+    """Bytes of Ray's shared memory on this node: what was asked for, where the node has as much. Raises ConfigError
+    where there isn't as much as Ray needs."""
     most = int(SHM_SHARE * min(found.memory_bytes, found.shm_bytes))
     if most < MIN_OBJECT_STORE:
         raise ConfigError(

@@ -67,7 +67,8 @@ def open_session(temp_root: str) -> Session:
             f"cluster.ray_temp_root={temp_root!r} gives {session.directory}, {length} bytes; "
             f"Ray's sockets allow {MAX_RAY_DIR_BYTES}. Use a shorter node-local directory such as /tmp"
         )
-    _sweep(root)
+    for dead in _dead(root):
+        clean(dead)
     session.directory.mkdir(mode=0o700)
     partial = session.directory / f".{_OWNER}"
     descriptor = os.open(
@@ -101,16 +102,21 @@ def _own_root(temp_root: Path) -> Path:
 
 def sweep(temp_root: str) -> list[Session]:
     """Cleans the sessions whose owner is dead, this user's or, for root, everybody's. Returns them."""
-    pattern = "rlhpc-*" if os.getuid() == 0 else f"rlhpc-{os.getuid()}"
-    roots = [root for root in Path(temp_root).glob(pattern) if root.name == f"rlhpc-{root.lstat().st_uid}"]
-    return [session for root in roots if not root.is_symlink() for session in _sweep(root)]
-
-
-def _sweep(root: Path) -> list[Session]:
-    dead = [Session(path.name, path) for path in root.iterdir() if _TOKEN.fullmatch(path.name) and not alive(path)]
+    dead = left_over(temp_root)
     for session in dead:
         clean(session)
     return dead
+
+
+def left_over(temp_root: str) -> list[Session]:
+    """The sessions whose owner is dead, this user's or, for root, everybody's."""
+    pattern = "rlhpc-*" if os.getuid() == 0 else f"rlhpc-{os.getuid()}"
+    roots = [root for root in Path(temp_root).glob(pattern) if root.name == f"rlhpc-{root.lstat().st_uid}"]
+    return [session for root in roots if not root.is_symlink() for session in _dead(root)]
+
+
+def _dead(root: Path) -> list[Session]:
+    return [Session(path.name, path) for path in root.iterdir() if _TOKEN.fullmatch(path.name) and not alive(path)]
 
 
 def alive(directory: Path) -> bool:

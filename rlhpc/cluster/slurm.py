@@ -267,9 +267,20 @@ def config(*, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, str]:
     return {key.strip(): value.strip() for key, equals, value in lines if equals}
 
 
+def clock_offset_s() -> float | None:
+    """Seconds by which the controller's clock is ahead of this machine's; None where it doesn't tell."""
+    found = re.match(r"Configuration data as of (\d+)$", _run("scontrol", "show", "config").partition("\n")[0])
+    return float(found[1]) - time.time() if found else None
+
+
 def kill_wait_s(*, timeout_s: float = COMMAND_TIMEOUT_S) -> float:
     """Seconds between SIGTERM and SIGKILL."""
-    found = re.match(r"(\d+)", config(timeout_s=timeout_s).get("KillWait", ""))
+    return kill_wait_s_of(config(timeout_s=timeout_s))
+
+
+def kill_wait_s_of(config: Mapping[str, str]) -> float:
+    """The same, of a configuration that was asked for already."""
+    found = re.match(r"(\d+)", config.get("KillWait", ""))
     return float(found[1]) if found else DEFAULT_KILL_WAIT_S
 
 

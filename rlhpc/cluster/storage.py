@@ -22,7 +22,7 @@ def refusals(cfg: RunConfig, *, elsewhere: bool, checkpoint_bytes: int) -> Itera
     """What is wrong with the paths of a run; `elsewhere`: its nodes are other machines than this one."""
     checkpoints = cfg.checkpoint_root()
     for key, path in (("run_dir", Path(cfg.run_dir)), ("trainer.default_local_dir", checkpoints)):
-        there = _existing(path)
+        there = existing(path)
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             yield f"{key}={path}: {there} is not a directory that you may write to; choose another"
             return
@@ -49,7 +49,7 @@ def cautions(cfg: RunConfig, *, elsewhere: bool) -> Iterator[str]:
 
 
 def _space(cfg: RunConfig, checkpoints: Path, checkpoint_bytes: int) -> Iterator[str]:
-    keep, best, disk = cfg.checkpoint.keep, cfg.checkpoint.keep_best, os.statvfs(_existing(checkpoints))
+    keep, best, disk = cfg.checkpoint.keep, cfg.checkpoint.keep_best, os.statvfs(existing(checkpoints))
     free = disk.f_bavail * disk.f_frsize
     there = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file()) if checkpoints.is_dir() else 0
     needed = (keep + best + 1) * checkpoint_bytes  # the newest is whole before the oldest goes
@@ -80,7 +80,7 @@ def _temp_root(cfg: RunConfig) -> Iterator[str]:
 
 def filesystem(path: Path, mounts: str | None = None) -> str:
     """The type of the file system that holds a path, which need not exist yet (`mounts`: /proc/self/mounts)."""
-    place = str(_existing(path).resolve())
+    place = str(existing(path).resolve())
     found = ("", "unknown")
     for line in (mounts if mounts is not None else Path("/proc/self/mounts").read_text()).splitlines():
         _, escaped, kind, *_ = line.split(" ")
@@ -104,6 +104,6 @@ def _each(files: object) -> Iterable[str]:
     return [str(file) for file in (files if isinstance(files, list) else [files]) if file is not None]
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
     """The path itself, or the nearest directory above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())

@@ -7,7 +7,7 @@ import pytest
 
 from rlhpc.cluster.limits import Limits
 from rlhpc.cluster.placement import Placement
-from rlhpc.cluster.ray_node import RaySpec, _object_store
+from rlhpc.cluster.ray_node import RaySpec, object_store_bytes
 from rlhpc.errors import ConfigError
 
 MIB = 1024**2
@@ -46,12 +46,12 @@ def test_a_missing_or_foreign_spec_is_refused_with_the_way_out(tmp_path: Path) -
     ],
 )
 def test_the_object_store_fits_the_node(memory_mib: int, shm_mib: int, expected_mib: int) -> None:
-    assert _object_store(SPEC, Limits(8, memory_mib * MIB, shm_mib * MIB)) == expected_mib * MIB
+    assert object_store_bytes(SPEC, Limits(8, memory_mib * MIB, shm_mib * MIB)) == expected_mib * MIB
 
 
 def test_a_node_without_room_for_an_object_store_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"0\.2 GiB of memory .*needs 80 MiB: raise cluster\.memory_gib_per_node"):
-        _object_store(SPEC, Limits(8, 200 * MIB, 32000 * MIB))
+        object_store_bytes(SPEC, Limits(8, 200 * MIB, 32000 * MIB))
 
 
 def test_ranks_fill_the_nodes_in_order() -> None:

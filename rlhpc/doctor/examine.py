@@ -1,0 +1,90 @@
+"""All checks side by side under one deadline: a file system or a driver that hangs costs its own findings alone."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.doctor import disk, gpu, software
+from rlhpc.doctor.finding import Finding
+from rlhpc.doctor.machine import Wanted, machine
+from rlhpc.doctor.network import network
+from rlhpc.doctor.scheduler import scheduler
+from rlhpc.errors import RlhpcError
+
+DEADLINE_S = 9.5
+HANGS = "something under it hangs; look at mounts (df), the driver (nvidia-smi) and Slurm (scontrol ping)"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A heading and its findings, in order."""
+
+    name: str
+    findings: tuple[Finding, ...]
+
+
+def examine(cfg: RunConfig | None, *, slurm: bool, gpus: bool) -> list[Part]:
+    """Looks at everything; `cfg` names a run, `slurm` and `gpus` what has to be here. Takes ten seconds at most."""
+    named = cfg is not None
+    cfg = cfg or RunConfig()
+    here = named and cfg.launch.mode != "slurm"
+    wanted, number = Wanted(), 1 if gpus else None
+    if here and cfg.trainer.device == "cuda":
+        number = cfg.trainer.n_gpus_per_node
+    seen: dict[str, Any] = {}
+    jobs: list[tuple[str, Callable[[], Iterable[Finding]]]] = []
+    if named:
+        from rlhpc.doctor.needs import needs, wanted_of
+
+        wanted = wanted_of(cfg)
+        jobs.append(("run", lambda: needs(cfg)))
+    directory, required = Path(cfg.run_dir if named else "outputs"), slurm or cfg.launch.mode != "local"
+    jobs += [
+        ("software", software.software),
+        ("software", lambda: software.loads(seen)),
+        ("GPU", lambda: gpu.driver(number)),
+        ("GPU", gpu.health),
+        ("machine", lambda: machine(cfg, wanted)),
+        ("network", lambda: network(cfg.cluster.network_interface)),
+        ("files", lambda: disk.run_directory(directory)),
+        ("files", lambda: disk.temp_root(Path(cfg.cluster.ray_temp_root))),
+    ]
+    if required or shutil.which("scontrol"):
+        jobs.append(("Slurm", lambda: scheduler(wanted=required)))
+    findings = _side_by_side(jobs)
+    findings["GPU"] += gpu.as_torch_sees(number, seen)
+    return [Part(name, tuple(found)) for name, found in findings.items()]
+
+
+def _side_by_side(jobs: Sequence[tuple[str, Callable[[], Iterable[Finding]]]]) -> dict[str, list[Finding]]:
+    """The findings of all jobs under their headings, those of one that hangs as far as it came."""
+    found: list[list[Finding]] = [[] for _ in jobs]
+    done: set[int] = set()
+
+    def carry_out(index: int) -> None:
+        name, job = jobs[index]
+        try:
+            for finding in job():
+                found[index].append(finding)
+        except (OSError, RlhpcError) as error:
+            found[index].append(Finding(name, "failed", f"not all could be looked at: {error}"))
+        done.add(index)
+
+    deadline = time.monotonic() + DEADLINE_S
+    threads = [threading.Thread(target=carry_out, args=(index,), daemon=True) for index in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    headed: dict[str, list[Finding]] = {}
+    for index, (name, _) in enumerate(jobs):
+        late = [] if index in done else [Finding(name, "failed", f"no answer in {DEADLINE_S:g} s after that", HANGS)]
+        headed.setdefault(name, []).extend([*found[index], *late])
+    return headed
