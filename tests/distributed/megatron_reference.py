@@ -213,7 +213,7 @@ def assert_equal_steps(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]
 
 
 def canonical_gradients(ranks: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Every rank's copy of every HF tensor's gradient must be the same; returns one of each."""
+    """Every rank's copy of every trained HF tensor's gradient must be the same; returns one of each."""
     layout: ParallelLayout = ranks[0]["layout"]
     result: dict[str, np.ndarray] = {}
 
@@ -221,7 +221,7 @@ def canonical_gradients(ranks: Sequence[dict[str, Any]]) -> dict[str, np.ndarray
     def local(rank: int, buffer: str) -> np.ndarray:
         """The gradient of a rank's parameter, from the optimizer shards of all ranks that hold a replica."""
         at = layout.coords(rank)
-        axes = ("etp", "ep", "pp") if "experts" in buffer else ("tp", "pp")
+        axes = ("etp", "ep", "pp") if ".experts." in buffer else ("tp", "pp")
         flat = np.full(int(np.prod(ranks[rank]["shapes"][buffer])), np.nan, np.float32)
         for replica in layout.ranks(**{axis: getattr(at, axis) for axis in axes}):
             if buffer in ranks[replica]["gradient_shards"]:
@@ -229,7 +229,8 @@ def canonical_gradients(ranks: Sequence[dict[str, Any]]) -> dict[str, np.ndarray
                 flat[start:stop] = values
         return flat.reshape(ranks[rank]["shapes"][buffer])
 
-    for spec in ranks[0]["specs"]:
+    trained = {buffer for rank in ranks for buffer in rank["gradient_shards"]}
+    for spec in (spec for spec in ranks[0]["specs"] if spec.buffers & trained):
         whole = np.full(spec.shape, np.nan, np.float32)
         for shard in spec.shards:
             box = tuple(map(slice, shard.start, shard.stop))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 
 import torch
@@ -17,6 +16,7 @@ from rlhpc.backends.megatron.attention_backend import Heads, dot_product, flash_
 from rlhpc.backends.megatron.fused import fused
 from rlhpc.data.types import PackedBatch
 from rlhpc.reshard.families import ModelFacts
+from rlhpc.reshard.families.facts import YarnScaling
 
 
 @dataclass
@@ -24,7 +24,7 @@ class PackedSequences(PackedSeqParams):
     """One microbatch as the model runs it: sequences sorted by length, so that equal ones lie side by side.
 
     `order` [T] says which token of the PackedBatch stands at each place; `runs` lists (length, number of sequences);
-    `cos` and `sin` are [T, 1, head_dim], rotary angles by each token's position in its own sequence.
+    `cos` and `sin` are [T, 1, rope_dim], rotary angles by each token's position in its own sequence.
     """
 
     input_ids: torch.Tensor | None = None  # [1, T]
@@ -71,13 +71,28 @@ class PackedSequences(PackedSeqParams):
 
 
 def rotary_frequencies(facts: ModelFacts) -> torch.Tensor:
-    """Radians per position of each pair of a head's elements, float32 [head_dim / 2] (arXiv 2104.09864)."""
-    frequencies = 1.0 / facts.rope_theta ** (torch.arange(0, facts.head_dim, 2, dtype=torch.float32) / facts.head_dim)
+    """Radians per position of each pair of a head's rotated elements, float32 [rope_dim / 2] (arXiv 2104.09864)."""
+    frequencies = 1.0 / facts.rope_theta ** (torch.arange(0, facts.rope_dim, 2, dtype=torch.float32) / facts.rope_dim)
     if (scaling := facts.rope_scaling) is None:
         return frequencies
+    if isinstance(scaling, YarnScaling):
+        return _yarn(frequencies, facts.rope_theta, scaling)
     turns = scaling.original_positions * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return frequencies / scaling.factor + kept.clamp(0, 1) * (frequencies - frequencies / scaling.factor)
+
+
+def _yarn(frequencies: torch.Tensor, theta: float, scaling: YarnScaling) -> torch.Tensor:
+    """arXiv 2309.00071 section 3.2, with the bounds rounded outwards to whole pairs as in DeepSeek's own code."""
+
+    def pair(turns: float) -> float:
+        """The (fractional) number of the pair that turns so often over the original positions."""
+        return len(frequencies) * math.log(scaling.original_positions / (turns * 2 * math.pi)) / math.log(theta)
+
+    first = max(math.floor(pair(scaling.fast_turns)), 0)
+    last = min(math.ceil(pair(scaling.slow_turns)), 2 * len(frequencies) - 1)
+    ramp = (torch.arange(len(frequencies), dtype=torch.float32) - first) / max(last - first, 0.001)
+    return torch.lerp(frequencies, frequencies / scaling.factor, ramp.clamp(0, 1))
 
 
 class PackedAttention(torch.nn.Module):
@@ -87,9 +102,10 @@ class PackedAttention(torch.nn.Module):
     Rotary angles are applied here rather than by Megatron, whose packed path loops over sequences in Python.
     """
 
-    def __init__(self, config: TransformerConfig, **slot: object) -> None:
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **slot: object) -> None:
+        """`softmax_scale`: None for the square root of 1 / head_dim."""
         super().__init__()
-        self.backend = config.attention_backend
+        self.backend, self.scale = config.attention_backend, softmax_scale
         if self.backend is AttnBackend.fused:
             tp = config.tensor_model_parallel_size
             heads = Heads.of(config.num_attention_heads, config.num_query_groups, config.kv_channels, tp)
@@ -106,9 +122,15 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSequences,
         **slot: object,
     ) -> torch.Tensor:
-        """query [T, heads, head_dim], key and value [T, kv_heads, head_dim] -> [T, heads * head_dim]."""
-        query, key = _rotated(query, key, packed_seq_params.cos, packed_seq_params.sin)
+        """query [T, heads, head_dim], key [T, kv_heads, head_dim], value [T, kv_heads, v_head_dim]
+        -> [T, heads * v_head_dim]."""
+        query, key = self.rotated(query, key, packed_seq_params.cos, packed_seq_params.sin)
         return self.attend(query, key, value, packed_seq_params)
+
+    def rotated(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _rotated(query, key, cos, sin)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
@@ -116,8 +138,10 @@ class PackedAttention(torch.nn.Module):
         """The same without rotation."""
         if self.backend not in (AttnBackend.fused, AttnBackend.flash):
             return self._by_length(query, key, value, packed)
-        attend = partial(fused_attention, self.dot_product) if self.backend is AttnBackend.fused else flash_attention
-        return attend(query, key, value.contiguous(), packed.cu_seqlens_q, packed.max_seqlen_q)
+        spans, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+        if self.backend is AttnBackend.fused:
+            return fused_attention(self.dot_product, query, key, value.contiguous(), spans, longest)
+        return flash_attention(query, key, value.contiguous(), spans, longest, self.scale)
 
     def _by_length(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
@@ -128,7 +152,8 @@ class PackedAttention(torch.nn.Module):
             packed.runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
         ):
             q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in qkv)
-            output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            groups = q.shape[1] != k.shape[1]
+            output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=groups)
             outputs.append(output.transpose(1, 2).reshape(count * length, -1))
         return torch.cat(outputs)
 

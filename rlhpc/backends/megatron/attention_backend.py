@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad
 
 from rlhpc.errors import ConfigError
 
@@ -27,15 +28,17 @@ FUSED_ALONE = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATT
 
 
 class Heads(NamedTuple):
-    """Of a rank's attention: how many of queries, how many of keys and of values, and elements of one."""
+    """Of a rank's attention: how many of queries, how many of keys and of values, elements of one, and of a value where
+    those are others."""
 
     query: int
     key: int
     size: int
+    value_size: int | None = None
 
     @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, tp: int) -> Heads:
-        return cls(num_heads // tp, max(1, num_kv_heads // tp), head_dim)
+    def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, tp: int, v_head_dim: int | None = None) -> Heads:
+        return cls(num_heads // tp, max(1, num_kv_heads // tp), head_dim, v_head_dim)
 
 
 def attention_backend(wanted: str, device: torch.device, dtype: torch.dtype, heads: Heads) -> AttnBackend:
@@ -48,7 +51,7 @@ def attention_backend(wanted: str, device: torch.device, dtype: torch.dtype, hea
     The rank's log says what was taken, and what a faster one needs. Raises ConfigError for an unknown name, and for one
     whose needs aren't met.
     """
-    lacks = {backend.name: _lacks(backend, device, dtype, heads.size) for backend in BACKENDS}
+    lacks = {backend.name: _lacks(backend, device, dtype, heads) for backend in BACKENDS}
     if wanted not in ("auto", *lacks):
         raise ConfigError(f"{KEY}={wanted!r} is unknown; choose auto, {', '.join(lacks)}")
     if wanted in ("auto", "fused") and not lacks["fused"]:
@@ -62,7 +65,7 @@ def attention_backend(wanted: str, device: torch.device, dtype: torch.dtype, hea
     return AttnBackend[chosen]
 
 
-def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, heads: Heads) -> str:
     """What `backend` needs that isn't there, in words; "" when it can run. Sizes are those of aten's flash_attn (torch
     2.11 to 2.13), and those that cuDNN has a backward for on Hopper and Blackwell (9.6 to 9.19)."""
     if backend is AttnBackend.local:
@@ -72,10 +75,12 @@ def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, head_
         return "a CUDA device"
     if dtype.itemsize != 2:
         return f"a 16-bit model.dtype, not {str(dtype).removeprefix('torch.')}"
-    if head_dim > largest or head_dim % 8:
-        return f"head_dim={head_dim} to be a multiple of 8 up to {largest}"
+    if heads.size > largest or heads.size % 8:
+        return f"head_dim={heads.size} to be a multiple of 8 up to {largest}"
     if backend is AttnBackend.flash:
         return ""
+    if heads.value_size not in (None, heads.size):
+        return f"values as long as keys, not {heads.value_size} elements beside {heads.size}"
     if transformer_engine is None:
         return "Transformer Engine, which isn't installed"
     major, minor = torch.cuda.get_device_capability(device)
@@ -142,14 +147,26 @@ def fused_attention(
 
 
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: torch.Tensor, longest: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spans: torch.Tensor,
+    longest: int,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """query [T, heads, head_dim], key and value [T, kv_heads, head_dim], `spans` int32 the cu_seqlens, of which the
-    longest has `longest` tokens -> [T, heads * head_dim]."""
-    options = {"enable_gqa": True} if TAKES_GROUPS else {}
+    """query [T, heads, head_dim], key [T, kv_heads, head_dim], value [T, kv_heads, v_head_dim], `spans` int32 the
+    cu_seqlens, of which the longest has `longest` tokens -> [T, heads * v_head_dim]. Scores are multiplied by `scale`,
+    1 / sqrt(head_dim) where it is None.
+
+    The kernel takes values of head_dim elements alone: shorter ones get zeros."""
+    options: dict[str, object] = {"enable_gqa": True} if TAKES_GROUPS else {}
+    if scale is not None:
+        options["scale"] = scale
+    if (size := value.shape[-1]) < query.shape[-1]:
+        value = pad(value, (0, query.shape[-1] - size))
     if not TAKES_GROUPS and query.shape[1] != key.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
     output: torch.Tensor = varlen_attn(
         query, key, value, spans, spans, longest, longest, window_size=(-1, 0), **options
     )
-    return output.flatten(1)
+    return output[..., :size].flatten(1)

@@ -15,21 +15,26 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn.functional import silu
 
 from rlhpc.backends.megatron.fused import fused
 from rlhpc.layout.parallel import ParallelLayout
+from rlhpc.reshard.families import ModelFacts
 
 
 class Router(TopKRouter):
-    """Megatron's top-k router without its expert bias, whose (unused) update is wrapped in torch.compile, and with a
-    load-balancing loss that is normalised over the optimizer step, as the policy's loss is."""
+    """Megatron's top-k router with a load-balancing loss that is normalised over the optimizer step, as the policy's
+    loss is. Where it chooses by sigmoids its expert bias is a frozen parameter, for which Megatron has a buffer and an
+    update wrapped in torch.compile."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.score_function == "sigmoid":
+            bias = torch.zeros(self.num_experts, dtype=torch.float32)
+            self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
         self.num_step_tokens = 1  # of all microbatches on all data-parallel ranks
         # This rank's part since it was last cleared, without the coefficient.
         self.register_buffer("balance_loss", torch.zeros((), dtype=torch.float64), persistent=False)
@@ -143,32 +148,33 @@ def _swiglu(hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     return (silu(gate) * up * probs).to(hidden.dtype)
 
 
+def sparse_layers(layers: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those of this pipeline stage that have experts."""
+    return [layer for layer in layers if isinstance(layer.mlp, MoELayer)]
+
+
 def expert_balance(
-    layers: Iterable[torch.nn.Module], num_layers: int, layout: ParallelLayout, device: torch.device
+    layers: Iterable[torch.nn.Module], facts: ModelFacts, layout: ParallelLayout, device: torch.device
 ) -> dict[str, float]:
     """How far the busiest expert is above the mean load since the last call: (max - mean) / mean per layer (MaxVio,
-    arXiv 2408.15664 section 4.1), its maximum and mean over layers. Collective over the world; nothing for a dense
-    model."""
-    ep_rank = parallel_state.get_expert_model_parallel_rank()
-    loads = None
-    for layer in layers:
-        if isinstance(layer.mlp, MLP):
-            return {}
-        experts = layer.mlp.experts
-        if loads is None:
-            loads = torch.zeros(num_layers, layout.ep, len(experts.load), dtype=torch.float64, device=device)
-        loads[layer.layer_number - 1, ep_rank] = experts.load
-        experts.load.zero_()
-    assert loads is not None
+    arXiv 2408.15664 section 4.1), its maximum and mean over layers with experts. Collective over the world; nothing for
+    a dense model."""
+    if not facts.num_experts:
+        return {}
+    ep_rank, local = parallel_state.get_expert_model_parallel_rank(), facts.num_experts // layout.ep
+    loads = torch.zeros(facts.num_layers, layout.ep, local, dtype=torch.float64, device=device)
+    for layer in sparse_layers(layers):
+        loads[layer.layer_number - 1, ep_rank] = layer.mlp.experts.load
+        layer.mlp.experts.load.zero_()
     dist.all_reduce(loads)
-    loads = loads.flatten(1)
+    loads = loads[facts.num_dense_layers :].flatten(1)
     violation = loads.amax(1) / loads.mean(1).clamp(min=1) - 1
     return {"actor/moe/max_vio": float(violation.max()), "actor/moe/avg_vio": float(violation.mean())}
 
 
 def start_balance_loss(layers: Iterable[torch.nn.Module], num_step_tokens: int) -> None:
     """Before the microbatches of a step, which have `num_step_tokens` on all data-parallel ranks together."""
-    for layer in layers:
+    for layer in sparse_layers(layers):
         layer.mlp.router.num_step_tokens = num_step_tokens
         layer.mlp.router.balance_loss.zero_()
 
@@ -177,7 +183,7 @@ def balance_loss(layers: Iterable[torch.nn.Module], device: torch.device) -> flo
     """The step's load-balancing loss without its coefficient, summed over layers, each of which gives 1 when its load
     is even. Collective over the world."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for layer in layers:
+    for layer in sparse_layers(layers):
         total += layer.mlp.router.balance_loss
     dist.all_reduce(total)
     return float(total)

@@ -24,6 +24,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch.nn import Linear
@@ -32,13 +33,15 @@ from torch.nn.utils import skip_init
 
 from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences, rotary_frequencies
 from rlhpc.backends.megatron.dispatch import Dispatcher
-from rlhpc.backends.megatron.experts import PackedExperts, Router
+from rlhpc.backends.megatron.experts import PackedExperts, Router, sparse_layers
+from rlhpc.backends.megatron.latent import LatentAttentionSubmodules, LatentCoreAttention, LatentSelfAttention
 from rlhpc.backends.megatron.logprobs import VocabParallelLogprobs
 from rlhpc.backends.megatron.norm import RMSNorm
 from rlhpc.data.types import PackedBatch
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.reshard.families import ModelFacts, padded_vocab_size
 
+_MLP_LINEARS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 _SPLIT_MODULES = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
@@ -60,7 +63,8 @@ def transformer_config(
         hidden_size=facts.hidden_size,
         num_attention_heads=facts.num_heads,
         num_query_groups=facts.num_kv_heads,
-        kv_channels=facts.head_dim,
+        kv_channels=facts.v_head_dim,
+        softmax_scale=facts.softmax_scale,
         ffn_hidden_size=facts.intermediate_size or facts.moe_intermediate_size,
         num_moe_experts=facts.num_experts or None,
         moe_ffn_hidden_size=facts.moe_intermediate_size or None,
@@ -68,6 +72,8 @@ def transformer_config(
         # softmax over the chosen logits equals softmax over all, then top-k, then renormalisation
         moe_router_pre_softmax=not facts.norm_topk_prob,
         moe_router_dtype="fp32",
+        **_routing(facts),
+        moe_shared_expert_intermediate_size=facts.shared_intermediate_size or None,
         moe_router_load_balancing_type="aux_loss" if balance_coeff else "none",
         moe_aux_loss_coeff=balance_coeff,
         moe_token_dispatcher_type="alltoall",
@@ -105,37 +111,58 @@ def transformer_config(
     )
 
 
-def _layer_spec(facts: ModelFacts) -> ModuleSpec:
-    head_norm = RMSNorm if facts.qk_norm else IdentityOp
-    if facts.num_experts:
-        mlp = ModuleSpec(
-            module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=PackedExperts), router=Router)
-        )
-    else:
-        mlp = ModuleSpec(
-            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        )
+def _routing(facts: ModelFacts) -> dict[str, Any]:
+    """Where it isn't softmax over all experts. The router makes its correction biases itself (experts.Router)."""
+    if (routing := facts.sigmoid_routing) is None:
+        return {}
+    limited = routing.groups_per_token < routing.num_groups
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": routing.num_groups if limited else None,
+        "moe_router_group_topk": routing.groups_per_token if limited else None,
+        "moe_router_topk_scaling_factor": routing.scale,
+    }
+
+
+def _layer_spec(facts: ModelFacts, *, sparse: bool) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=PackedAttention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
+            self_attention=_attention_spec(facts),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
+            mlp=_experts_spec(facts) if sparse else ModuleSpec(module=MLP, submodules=_MLP_LINEARS),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _attention_spec(facts: ModelFacts) -> ModuleSpec:
+    if facts.latent:
+        return ModuleSpec(
+            module=LatentSelfAttention,
+            params={"latent": facts.latent},
+            submodules=LatentAttentionSubmodules(core_attention=LatentCoreAttention, linear_proj=RowParallelLinear),
+        )
+    head_norm = RMSNorm if facts.qk_norm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+
+
+def _experts_spec(facts: ModelFacts) -> ModuleSpec:
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=_MLP_LINEARS) if facts.shared_intermediate_size else None
+    submodules = MoESubmodules(experts=ModuleSpec(module=PackedExperts), router=Router, shared_experts=shared)
+    return ModuleSpec(module=MoELayer, submodules=submodules)
 
 
 class Decoder(GPTModel):
@@ -147,10 +174,13 @@ class Decoder(GPTModel):
     def __init__(self, config: TransformerConfig, facts: ModelFacts) -> None:
         self.facts = facts
         tp = config.tensor_model_parallel_size
-        layers = facts.num_layers // config.pipeline_model_parallel_size
+        count = facts.num_layers // config.pipeline_model_parallel_size
+        first = count * parallel_state.get_pipeline_model_parallel_rank()
+        sparse = [facts.num_experts > 0 and i >= facts.num_dense_layers for i in range(first, first + count)]
+        specs = [_layer_spec(facts, sparse=each) for each in sparse]
         super().__init__(
             config,
-            TransformerBlockSubmodules(layer_specs=[_layer_spec(facts)] * layers, layer_norm=RMSNorm),
+            TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
             vocab_size=padded_vocab_size(facts.vocab_size, tp),
             max_sequence_length=facts.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -159,7 +189,7 @@ class Decoder(GPTModel):
             share_embeddings_and_output_weights=facts.tied_embeddings,
         )
         self.register_buffer("frequencies", rotary_frequencies(facts), persistent=False)
-        for layer in self.decoder.layers if facts.num_experts else ():
+        for layer in sparse_layers(self.decoder.layers):
             layer.mlp.token_dispatcher = Dispatcher.of(layer.mlp)
         for module in self.modules():  # Megatron marks them while initialising, which is skipped
             dim = 1 if isinstance(module, RowParallelLinear) else 0

@@ -95,7 +95,8 @@ class MegatronTrainer:
         policy = self._build(PolicyModel, source, shared)
         if actor.megatron.freeze_moe_router:
             for name, parameter in policy.named_parameters():
-                parameter.requires_grad_(not name.endswith("mlp.router.weight"))
+                if name.endswith("mlp.router.weight"):
+                    parameter.requires_grad_(False)
         overlap = actor.megatron.overlap_grad_reduce
         steps = _optimizer_steps(cfg, actor)
         self.policy = TrainedModel(
@@ -111,7 +112,7 @@ class MegatronTrainer:
 
     def _source_of(self, directory: Path, hf_config: Mapping[str, Any], specs: Sequence[ShardSpec]) -> Source:
         ref, facts = self._cfg.actor_rollout_ref, family_for(hf_config).model_facts(hf_config)
-        heads = Heads.of(facts.num_heads, facts.num_kv_heads, facts.head_dim, self.layout.tp)
+        heads = Heads.of(facts.num_heads, facts.num_kv_heads, facts.head_dim, self.layout.tp, facts.v_head_dim)
         wanted, dtype = ref.actor.megatron.attention_backend, DTYPES[ref.model.dtype]
         return Source(directory, facts, specs, attention_backend(wanted, self._device, dtype, heads))
 
@@ -232,7 +233,7 @@ class MegatronTrainer:
             start_balance_loss(layers, num_step_tokens(batches, self._device))
         metrics = self.policy.step(batches, of_hidden, before_change)
         # The caller sums over data-parallel ranks.
-        balance = expert_balance(layers, self._source.facts.num_layers, self.layout, self._device)
+        balance = expert_balance(layers, self._source.facts, self.layout, self._device)
         if self._balance_coeff:
             balance["actor/moe/aux_loss"] = balance_loss(layers, self._device)
         return metrics | {name: value / self.layout.dp for name, value in balance.items()}

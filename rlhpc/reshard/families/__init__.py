@@ -4,6 +4,7 @@ parameters."""
 from __future__ import annotations
 
 from rlhpc.errors import ModelError
+from rlhpc.reshard.families.deepseek_v3 import DEEPSEEK_V3
 from rlhpc.reshard.families.facts import HfConfig, ModelFacts
 from rlhpc.reshard.families.family import Family, padded_vocab_size
 from rlhpc.reshard.families.llama import LLAMA
@@ -14,7 +15,9 @@ from rlhpc.reshard.families.qwen3_moe import QWEN3_MOE
 
 __all__ = ["FAMILIES", "Family", "HfConfig", "ModelFacts", "family_for", "model_facts", "padded_vocab_size"]
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (DEEPSEEK_V3, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
+}
 
 
 def family_for(hf_config: HfConfig) -> Family:
