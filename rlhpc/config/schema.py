@@ -37,6 +37,11 @@ class OptimConfig:
 
 
 @dataclass
+class RouterReplayConfig:
+    mode: str = "disabled"  # R3: the policy's tokens go to the experts that the engine chose for them (MoE)
+
+
+@dataclass
 class MegatronConfig:
     tensor_model_parallel_size: int = 1  # ranks per dense layer
     pipeline_model_parallel_size: int = 1  # stages of layers
@@ -51,6 +56,7 @@ class MegatronConfig:
     param_offload: bool | str = True  # weights, the reference's too, wait in host memory during generation (GPU)
     optimizer_offload: bool | str = True  # so do masters and moments. auto, for both: what lacks room beside the engine
     grad_offload: bool = True  # gradients are freed meanwhile (GPU)
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     attention_backend: str = "auto"  # fused (cuDNN by Transformer Engine), flash, local; auto: the fastest there is
 
 
@@ -108,6 +114,7 @@ class RolloutConfig:
     cudagraph_capture_sizes: list[int] | None = None  # batch sizes that get a graph; None: vLLM's, and to max_num_seqs
     enable_prefix_caching: bool = True  # the n samples of a prompt share its KV cache
     free_cache_engine: bool = True  # sleep between rollouts (GPU)
+    enable_rollout_routing_replay: bool = False  # keep the experts of every token, for router_replay.mode and a metric
     cpu_kv_cache_gib: float = 0.5  # CPU only: KV cache per rank, GiB
     chunk_prompts: int = 0  # prompts per generate call, between which progress is told; 0: one call
     log_prob_max_token_len_per_gpu: int | None = None  # tokens per microbatch; None: the actor's budget

@@ -81,7 +81,9 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_MEGATRON}.override_transformer_config.attention_backend": VerlKey(f"set {_MEGATRON}.attention_backend"),
     f"{_MEGATRON}.override_ddp_config.overlap_grad_reduce": VerlKey(f"set {_MEGATRON}.overlap_grad_reduce"),
     f"{_MEGATRON}.override_*": VerlKey(f"only the keys of {_MEGATRON} and {_MODEL} exist"),
-    f"{_MEGATRON}.router_replay.*": VerlKey("router replay is not available yet; remove it"),
+    f"{_MEGATRON}.router_replay.*": VerlKey(f"only {_MEGATRON}.router_replay.mode exists", (None,)),
+    f"{_ACTOR}.router_replay.mode": VerlKey(f"set {_MEGATRON}.router_replay.mode", ("disabled",)),
+    f"{_ACTOR}.router_replay.*": VerlKey(f"only {_MEGATRON}.router_replay.mode exists", (None,)),
     # ref
     f"{_REF}.strategy": VerlKey("the reference policy runs in the trainer; set megatron", ("megatron",)),
     f"{_REF}.log_prob_use_dynamic_bsz": VerlKey(
@@ -112,7 +114,6 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_ROLLOUT}.pipeline_model_parallel_size": VerlKey("the rollout has no pipeline stages; set 1", (1,)),
     f"{_ROLLOUT}.update_weights_bucket_megabytes": VerlKey("set reshard.bucket_bytes"),
     f"{_ROLLOUT}.engine_kwargs.*": VerlKey(f"only the keys of {_ROLLOUT} reach the engine"),
-    f"{_ROLLOUT}.enable_rollout_routing_replay": VerlKey("router replay is not available yet", (False,)),
     f"{_ROLLOUT}.multi_turn.enable": VerlKey(_NO_MULTI_TURN, (False,)),
     f"{_ROLLOUT}.multi_turn.*": VerlKey(_NO_MULTI_TURN),
     f"{_ROLLOUT}.agent.*": VerlKey(_NO_MULTI_TURN),

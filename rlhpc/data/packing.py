@@ -17,15 +17,20 @@ FILLER_ID = -1
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Prompt and response of one trajectory, with float32 `fields` [R] aligned with the R response tokens."""
+    """Prompt and response of one trajectory, with float32 `fields` [R] aligned with the R response tokens, and where
+    the engine's routing goes with them the experts of all tokens but the last."""
 
     sequence_id: int  # index of the trajectory in the step's batch
     token_ids: np.ndarray  # int32 [P + R]
     prompt_len: int  # P
     fields: Mapping[str, np.ndarray] = field(default_factory=dict)
+    experts: np.ndarray | None = None  # [P + R - 1, layers, k]
 
     def __post_init__(self) -> None:
         assert 1 <= self.prompt_len <= len(self.token_ids), f"sequence {self.sequence_id}: prompt_len={self.prompt_len}"
+        assert self.experts is None or len(self.experts) == len(self.token_ids) - 1, (
+            f"sequence {self.sequence_id}: experts of {len(self.experts)} of {len(self.token_ids)} tokens"
+        )
         for name, values in self.fields.items():
             assert np.shape(values) == (self.response_len,), (
                 f"{name} has shape {np.shape(values)}, R={self.response_len}"
@@ -46,10 +51,17 @@ class TokenSequence:
 
     @classmethod
     def of(
-        cls, sequence_id: int, trajectory: Trajectory, fields: Mapping[str, np.ndarray] | None = None
+        cls,
+        sequence_id: int,
+        trajectory: Trajectory,
+        fields: Mapping[str, np.ndarray] | None = None,
+        *,
+        routed: bool = False,
     ) -> TokenSequence:
+        """`routed`: with the engine's experts, where the trajectory has them."""
         prompt, response = trajectory.prompt.token_ids, trajectory.completion.token_ids
-        return cls(sequence_id, np.concatenate([prompt, response]), len(prompt), fields or {})
+        experts = trajectory.completion.experts if routed else None
+        return cls(sequence_id, np.concatenate([prompt, response]), len(prompt), fields or {}, experts)
 
 
 def pack(
@@ -131,7 +143,7 @@ def _check(sequences: Sequence[TokenSequence], dp_size: int, max_tokens: int, ma
         )
     identifiers = {sequence.sequence_id for sequence in sequences}
     assert len(identifiers) == len(sequences) and FILLER_ID not in identifiers, "sequence ids must be unique"
-    assert len({frozenset(sequence.fields) for sequence in sequences}) == 1, "fields must be the same in all"
+    assert len({(frozenset(s.fields), s.experts is None) for s in sequences}) == 1, "fields must be the same in all"
 
 
 def _fewest_microbatches(lengths: np.ndarray, dp_size: int, max_tokens: int, max_sequences: int | None) -> int:
@@ -144,9 +156,13 @@ def _fewest_microbatches(lengths: np.ndarray, dp_size: int, max_tokens: int, max
 
 
 def _filler(sequences: Sequence[TokenSequence]) -> TokenSequence:
-    tokens = sequences[0].token_ids[:2]
+    tokens, experts = sequences[0].token_ids[:2], sequences[0].experts
     return TokenSequence(
-        FILLER_ID, tokens, len(tokens), {name: np.zeros(0, np.float32) for name in sequences[0].fields}
+        FILLER_ID,
+        tokens,
+        len(tokens),
+        {name: np.zeros(0, np.float32) for name in sequences[0].fields},
+        None if experts is None else experts[: len(tokens) - 1],
     )
 
 
@@ -183,4 +199,15 @@ def _packed(sequences: Sequence[TokenSequence]) -> PackedBatch:
         loss_mask=torch.from_numpy(mask),
         sequence_ids=torch.tensor([s.sequence_id for s in sequences], dtype=torch.int64),
         token_fields={name: torch.from_numpy(values) for name, values in fields.items()},
+        experts=None if sequences[0].experts is None else torch.from_numpy(_packed_experts(sequences, offsets)),
     )
+
+
+def _packed_experts(sequences: Sequence[TokenSequence], offsets: np.ndarray) -> np.ndarray:
+    """[T, layers, k]"""
+    first = sequences[0].experts
+    assert first is not None
+    packed = np.zeros((offsets[-1], *first.shape[1:]), first.dtype)
+    for sequence, start in zip(sequences, offsets[:-1], strict=True):
+        packed[start : start + sequence.num_tokens - 1] = sequence.experts
+    return packed

@@ -31,6 +31,7 @@ class Completion:
     token_ids: np.ndarray  # int32 [R], the stop token included when one was sampled
     logprobs: np.ndarray  # float32 [R], natural log, of the processed (tempered, truncated) distribution
     finish_reason: str  # stop | length | abort
+    experts: np.ndarray | None = None  # [P + R - 1, layers, k] where asked for: see PackedBatch
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class PackedBatch:
 
     `token_fields` are float32 [T] tensors aligned with *positions that predict*: entry t speaks of input_ids[t + 1].
     `loss_mask[t]` is 1 where input_ids[t + 1] is a response token of the same sequence, else 0.
+    `experts` are those that the engine routed each token to, in every layer (0 in layers without experts), as integers
+    of expert_dtype. It never routed the last token of a sequence: what stands there means nothing.
     """
 
     input_ids: torch.Tensor  # int64 [T]
@@ -65,6 +68,7 @@ class PackedBatch:
     loss_mask: torch.Tensor  # float32 [T]
     sequence_ids: torch.Tensor  # int64 [S], index of the trajectory in the step's batch; -1 for filler
     token_fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    experts: torch.Tensor | None = None  # [T, layers, k]
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +83,11 @@ class PackedBatch:
         which for a step's microbatches takes ten times as long."""
         tensors = {name: value.numpy() for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return _packed_of, (tensors, {name: value.numpy() for name, value in self.token_fields.items()})
+
+
+def expert_dtype(num_experts: int) -> np.dtype[Any]:
+    """What the numbers of so many experts are kept in: one byte, or two."""
+    return np.dtype(np.uint8 if num_experts <= 256 else np.int16)
 
 
 def _packed_of(arrays: Mapping[str, np.ndarray], token_fields: Mapping[str, np.ndarray]) -> PackedBatch:

@@ -41,11 +41,15 @@ class RolloutBatch:
             scores=scores,
         )
 
-    def sequences(self, **fields: torch.Tensor) -> list[TokenSequence]:
-        """Token sequences to pack, `sequence_id` the row; `fields` are [B, T] tensors that travel with them."""
+    def sequences(self, *, routed: bool = False, **fields: torch.Tensor) -> list[TokenSequence]:
+        """Token sequences to pack, `sequence_id` the row; `fields` are [B, T] tensors that travel with them. `routed`:
+        so do the experts that the engine chose, where it was asked for them. They are the policy's alone."""
         return [
             TokenSequence.of(
-                row, t, {name: f[row, : len(t.completion.token_ids)].numpy() for name, f in fields.items()}
+                row,
+                t,
+                {name: f[row, : len(t.completion.token_ids)].numpy() for name, f in fields.items()},
+                routed=routed,
             )
             for row, t in enumerate(self.trajectories)
         ]

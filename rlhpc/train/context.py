@@ -147,6 +147,7 @@ class Run:
                 max_response_length=self.cfg.data.max_response_length,
                 stop=tuple(rollout.stop),
                 ignore_eos=rollout.ignore_eos,
+                routing=rollout.enable_rollout_routing_replay,
             ),
             seed=seed,
             chunk_prompts=rollout.chunk_prompts,

@@ -71,7 +71,7 @@ def train_step(run: Run, state: TrainState) -> TrainState:
 
     with timer.phase("old_log_prob"):
         run.ranks.begin_update()
-        trainer_logprobs = run.logprobs(rollout.sequences(), "policy")
+        trainer_logprobs = run.logprobs(rollout.sequences(routed=True), "policy")
     with timer.phase("ref"):
         ref_logprobs = run.logprobs(rollout.sequences(), "reference") if run.needs_reference else None
     with timer.phase("values"):
@@ -109,7 +109,7 @@ def updates(run: Run, step: int, batch: TrainBatch, seed: int) -> list[tuple[str
         sequences = batch.rollout.sequences(**batch.critic_fields)
         due += [("critic", mini_batch) for mini_batch in mini_batches(sequences, run.critic, n, seed)]
     if step >= run.cfg.trainer.critic_warmup:
-        sequences = batch.rollout.sequences(**batch.fields)
+        sequences = batch.rollout.sequences(routed=True, **batch.fields)
         due += [("actor", mini_batch) for mini_batch in mini_batches(sequences, actor, n, seed)]
     return due
 

@@ -25,6 +25,7 @@ class SamplingSpec:
     max_response_length: int
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    routing: bool = False  # completions with the experts of their tokens
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from rlhpc.train.protocols import LossSpec
 
 VOCAB = 319
 NUM_SEQUENCES = 13  # of one_step: no even split
+LAYERS, EXPERTS, TOP_K = 4, 8, 2  # of the tests' model
 TEMPERATURE = 0.7
 KL_COEF, ENTROPY_COEFF = 0.3, 0.05
 MEGATRON_SIZES = {
@@ -54,6 +55,14 @@ def sequences(num: int, seed: int) -> list[TokenSequence]:
             )
         )
     return made
+
+
+def routed(batch: list[TokenSequence]) -> list[TokenSequence]:
+    """With experts drawn at random for every token of every layer: hardly ever the routers' own choice."""
+    rng = np.random.default_rng(5)
+    shapes = [(len(sequence.token_ids) - 1, LAYERS, EXPERTS) for sequence in batch]
+    drawn = [rng.random(shape).argsort(-1)[..., :TOP_K].astype(np.uint8) for shape in shapes]
+    return [replace(sequence, experts=experts) for sequence, experts in zip(batch, drawn, strict=True)]
 
 
 def loss_spec(batch: list[TokenSequence]) -> LossSpec:
@@ -163,9 +172,12 @@ def load_broken(model_dir: Path, broken_dir: Path, sizes: Mapping[str, int]) -> 
 def one_step(
     model_dir: Path, sizes: Mapping[str, int], max_tokens: int, max_sequences: int | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """Logprobs by sequence, metrics, this rank's parts of all gradients and the specs to place them with."""
+    """Logprobs by sequence, metrics, this rank's parts of all gradients and the specs to place them with. With
+    `rollout__enable_rollout_routing_replay` the batch is `routed`."""
     trainer = make_trainer(model_dir, sizes, **{"actor__optim__clip_grad": 0.0} | settings)
     batch = sequences(NUM_SEQUENCES, seed=3)
+    if settings.get("rollout__enable_rollout_routing_replay"):
+        batch = routed(batch)
     batches = filled_batches(trainer, batch, max_tokens, max_sequences)
     values = trainer.logprobs(batches, temperature=TEMPERATURE, model="policy")
     metrics = trainer.step(batches, loss_spec(batch))

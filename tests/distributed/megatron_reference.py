@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from rlhpc.data.packing import TokenSequence
 from rlhpc.layout.parallel import ParallelLayout
-from tests.distributed.megatron_ranks import ENTROPY_COEFF, KL_COEF, NUM_SEQUENCES, TEMPERATURE, sequences
+from tests.distributed.megatron_ranks import ENTROPY_COEFF, KL_COEF, NUM_SEQUENCES, TEMPERATURE, routed, sequences
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,11 @@ class Case:
     sizes: Mapping[str, int] = field(default_factory=dict)  # of tp, pp, ep, etp; 1 where absent
     max_tokens: int = 40
     max_sequences: int | None = None
-    recompute: bool = False
+    recompute: bool | str = False  # all, or a part
     dtype: str = "float32"
     clip: float = 0.0
     balance: float = 0.0  # coefficient of the load-balancing loss
+    replay: str | None = None  # router_replay.mode, where the batch is routed
 
     @property
     def layout(self) -> ParallelLayout:
@@ -40,10 +41,11 @@ class Case:
         limit = f"{self.max_sequences}seq" if self.max_sequences else f"{self.max_tokens}tok"
         flags = (
             limit,
-            self.recompute and "recompute",
+            self.recompute and f"recompute{'' if self.recompute is True else f'-{self.recompute}'}",
             self.dtype != "float32" and self.dtype,
             self.clip and "clip",
             self.balance and "balance",
+            self.replay and f"replay-{self.replay}",
         )
         return "-".join((*parts, *filter(None, flags)))
 
@@ -54,10 +56,13 @@ class Case:
             "sizes": dict(self.sizes),
             "max_tokens": self.max_tokens,
             "max_sequences": self.max_sequences,
-            "model__enable_gradient_checkpointing": self.recompute,
+            "model__enable_gradient_checkpointing": self.recompute is True,
+            "actor__megatron__recompute_modules": [self.recompute] if isinstance(self.recompute, str) else [],
             "model__dtype": self.dtype,
             "actor__optim__clip_grad": self.clip,
             "actor__megatron__moe_aux_loss_coeff": self.balance,
+            "actor__megatron__router_replay__mode": self.replay or "disabled",
+            "rollout__enable_rollout_routing_replay": bool(self.replay),
         }
 
 
@@ -101,6 +106,14 @@ BALANCE_CASES = (
     Case(4, {"pp": 2, "ep": 2}, balance=0.5, recompute=True),
     Case(4, {"tp": 2, "pp": 2}, balance=0.5),
 )
+REPLAY_CASES = (
+    Case(1, max_tokens=25, recompute=True, replay="R3"),
+    Case(2, {"tp": 2}, replay="R3"),
+    Case(2, {"pp": 2}, max_tokens=25, recompute=True, replay="R3"),  # others go forward before one goes back
+    Case(4, {"pp": 2, "ep": 2}, max_tokens=25, recompute="moe", replay="R3"),
+    Case(4, {"tp": 2, "ep": 2}, recompute=True, replay="R3"),
+    Case(1, replay="disabled"),
+)
 
 
 @dataclass(frozen=True)
@@ -135,19 +148,43 @@ class Balance:
         return torch.stack(terms).sum() / num_tokens
 
 
+class Forced:
+    """Has a model's routers take what a sequence of `routed` brings: the softmax over all experts, of which the chosen
+    ones' shares are renormalised. Of its last token they take their own choice. `differing` and `known` count what
+    their own choices would have been on the others."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.experts, self.differing, self.known = torch.empty(0), 0, 0
+        assert model.config.norm_topk_prob
+        for layer, block in enumerate(model.model.layers):
+            block.mlp.gate.register_forward_hook(partial(self._route, layer))
+
+    def _route(self, layer: int, gate: Any, arguments: Any, output: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        logits, _, own = output
+        chosen = torch.cat([self.experts[:, layer], own[-1:]])
+        self.differing += sum(set(a) != set(b) for a, b in zip(own.tolist(), chosen.tolist(), strict=True))
+        self.known += len(own) - 1
+        shares = logits.softmax(-1).gather(1, chosen)
+        return logits, shares / shares.sum(-1, keepdim=True), chosen
+
+
 def transformers_step(
-    model_dir: Path, dtype: torch.dtype = torch.float32, balance: Balance | None = None
+    model_dir: Path, dtype: torch.dtype = torch.float32, balance: Balance | None = None, replay: bool = False
 ) -> dict[str, Any]:
     """Logprobs by sequence, the terms of the loss and all gradients by HF name, with Transformers: one sequence at a
-    time, the loss spelled out, autograd's gradients. `loss` is that of the policy, without the balance."""
+    time, the loss spelled out, autograd's gradients. `loss` is that of the policy, without the balance. With `replay`
+    the batch is `routed`, and the routers are made to follow."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
-    batch = sequences(NUM_SEQUENCES, seed=3)
+    batch = routed(sequences(NUM_SEQUENCES, seed=3))
+    forced = Forced(model) if replay else None
     num_tokens = sum(s.response_len for s in batch)
     logprobs, sums = {}, dict.fromkeys(("pg", "entropy", "kl", "clipped", "clipped_lower", "loss"), 0.0)
     for sequence in batch:
         ids = torch.from_numpy(sequence.token_ids.astype(np.int64))
+        if forced:
+            forced.experts = torch.from_numpy(sequence.experts.astype(np.int64))
         logits = model(ids[None]).logits[0, sequence.prompt_len - 1 : -1].float() / TEMPERATURE
         table = logits.log_softmax(-1)
         policy = table[torch.arange(len(table)), ids[sequence.prompt_len :]]
@@ -172,6 +209,8 @@ def transformers_step(
         term = balance.term(model, batch)
         (balance.coeff * term).backward()
         sums["balance"] = term.item()
+    if forced:
+        sums["routing_diff"] = forced.differing / forced.known
     gradients = hf_gradients(model)
     norm = float(np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients.values())))
     return {"logprobs": logprobs, "sums": sums, "gradients": gradients, "norm": norm}

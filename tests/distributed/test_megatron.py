@@ -18,6 +18,7 @@ from tests.distributed.megatron_reference import (
     BALANCE_CASES,
     BF16_CASES,
     CASES,
+    REPLAY_CASES,
     Balance,
     Case,
     assert_equal_steps,
@@ -50,7 +51,7 @@ def outcomes(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
     @cache
     def of(world_size: int) -> Outcomes:
-        cases = (case for case in (*CASES, *BF16_CASES, *BALANCE_CASES) if case.world_size == world_size)
+        cases = (case for case in (*CASES, *BF16_CASES, *BALANCE_CASES, *REPLAY_CASES) if case.world_size == world_size)
         calls = {case.name: ("one_step", case.arguments) for case in cases}
         calls |= {name: (name, arguments) for name, arguments in other_calls(world_size, model_dir, work_dir).items()}
         return run_calls(world_size, model_dir, calls)
@@ -157,6 +158,28 @@ def test_load_balancing_loss(
     assert wanted["sums"]["balance"] > 4.1  # 4 layers
     assert wanted["sums"]["loss"] == pytest.approx(expected["sums"]["loss"])  # is the policy's alone
     assert wanted["norm"] != pytest.approx(expected["norm"], rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def expected_replay(model_dir: Path) -> dict[str, Any]:
+    return transformers_step(model_dir, replay=True)
+
+
+@pytest.mark.parametrize("case", REPLAY_CASES, ids=lambda case: case.name)
+def test_tokens_go_where_the_engine_sent_them(
+    case: Case, outcomes: Callable[[int], Outcomes], expected: dict[str, Any], expected_replay: dict[str, Any]
+) -> None:
+    """Logprobs and every gradient, whatever is computed again and however many microbatches are under way; without
+    replay the trainer only tells how often it goes elsewhere."""
+    ranks = outcomes(case.world_size)[case.name]
+    found = whole_step(ranks)["metrics"]["training/rollout_routing_diff"]
+    if case.replay == "R3":
+        assert_equal_steps(ranks, expected_replay)
+        assert found == pytest.approx(expected_replay["sums"]["routing_diff"], rel=1e-9)
+        assert expected_replay["norm"] != pytest.approx(expected["norm"], rel=0.01)
+    else:
+        assert_equal_steps(ranks, expected)
+        assert 0.9 < found < 1  # of 28 pairs of experts one is right
 
 
 @pytest.fixture(scope="module")

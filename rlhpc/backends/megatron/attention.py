@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlhpc.backends.megatron.attention_backend import Heads, dot_product, flash_attention, fused_attention
 from rlhpc.backends.megatron.fused import fused
+from rlhpc.backends.megatron.replay import Routing
 from rlhpc.data.types import PackedBatch
 from rlhpc.reshard.families import ModelFacts
 from rlhpc.reshard.families.facts import YarnScaling
@@ -33,6 +34,7 @@ class PackedSequences(PackedSeqParams):
     runs: tuple[tuple[int, int], ...] = ()
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
+    routing: Routing | None = None  # of the tokens that this rank routes
 
     @classmethod
     def of(

@@ -38,6 +38,7 @@ class Router(TopKRouter):
         self.num_step_tokens = 1  # of all microbatches on all data-parallel ranks
         # This rank's part since it was last cleared, without the coefficient.
         self.register_buffer("balance_loss", torch.zeros((), dtype=torch.float64), persistent=False)
+        self.register_buffer("differing", torch.zeros(2, dtype=torch.int64), persistent=False)  # see replay.Replay
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None: ...
 

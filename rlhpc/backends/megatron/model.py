@@ -37,6 +37,7 @@ from rlhpc.backends.megatron.experts import PackedExperts, Router, sparse_layers
 from rlhpc.backends.megatron.latent import LatentAttentionSubmodules, LatentCoreAttention, LatentSelfAttention
 from rlhpc.backends.megatron.logprobs import VocabParallelLogprobs
 from rlhpc.backends.megatron.norm import RMSNorm
+from rlhpc.backends.megatron.replay import Replay, Routing
 from rlhpc.data.types import PackedBatch
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.reshard.families import ModelFacts, padded_vocab_size
@@ -168,8 +169,11 @@ def _experts_spec(facts: ModelFacts) -> ModuleSpec:
 class Decoder(GPTModel):
     """This pipeline stage of a decoder. Its parameters carry the names of reshard.families' trainer specs.
 
-    The last stage returns final hidden states instead of logits.
+    The last stage returns final hidden states instead of logits. Where a microbatch brings the engine's routing, the
+    routers follow it if `replays_routing`, and count in evaluation how often they would go elsewhere.
     """
+
+    replays_routing = False
 
     def __init__(self, config: TransformerConfig, facts: ModelFacts) -> None:
         self.facts = facts
@@ -201,19 +205,34 @@ class Decoder(GPTModel):
         return False
 
     def pack(self, batch: PackedBatch) -> PackedSequences:
-        return PackedSequences.of(
-            batch,
-            frequencies=self.frequencies,
-            dtype=self.config.params_dtype,
-            multiple=self.config.tensor_model_parallel_size,
-        )
+        tp = self.config.tensor_model_parallel_size
+        packed = PackedSequences.of(batch, frequencies=self.frequencies, dtype=self.config.params_dtype, multiple=tp)
+        packed.routing = Routing.of(batch, packed.order, tp, parallel_state.get_tensor_model_parallel_rank())
+        return packed
 
     def forward(self, packed: PackedSequences) -> torch.Tensor:
         """Hidden states [T / tp, 1, H] for the next stage, or the last stage's final ones, in `packed.order`."""
+        self._route(packed)
         filler = self._filler_mask(packed) if self.config.moe_aux_loss_coeff else None
         return super().forward(
             packed.input_ids, packed.position_ids, None, packed_seq_params=packed, padding_mask=filler
         )
+        if packed.routing and hidden.requires_grad:  # other microbatches may come before the backward recomputes this
+            hidden.register_hook(lambda gradient: self._route(packed))
+        return hidden
+
+    def routers(self) -> dict[int, Router]:
+        """Of this stage's layers that have experts, by the layer's index in the whole model."""
+        return {
+            layer.layer_number - 1: layer.mlp.router for layer in self.decoder.layers if hasattr(layer.mlp, "router")
+        }
+
+    def _route(self, packed: PackedSequences) -> None:
+        for layer, router in self.routers().items():
+            router.router_replay = None
+            if packed.routing:
+                experts, count = packed.routing.experts[:, layer], None if self.training else router.differing
+                router.router_replay = Replay(experts, packed.routing.known, self.replays_routing, count)
 
     def _filler_mask(self, packed: PackedSequences) -> torch.Tensor:
         """True [1, T] where a token only fills T up, and must not be balanced: the embedding of id 0 may be zero, and

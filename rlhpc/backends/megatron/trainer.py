@@ -23,6 +23,7 @@ from rlhpc.backends.megatron.loss import microbatch_loss, microbatch_value_loss
 from rlhpc.backends.megatron.model import PolicyModel, ValueModel, transformer_config
 from rlhpc.backends.megatron.offload import RESERVE_BYTES, HostCopy, check_room
 from rlhpc.backends.megatron.pipeline import num_step_tokens, on_device, per_token
+from rlhpc.backends.megatron.replay import clear_counts, routing_difference
 from rlhpc.backends.megatron.state import load, saved, told_to_all
 from rlhpc.backends.megatron.trained import Model, TrainedModel
 from rlhpc.checkpoint.manifest import read_manifest
@@ -97,6 +98,7 @@ class MegatronTrainer:
             for name, parameter in policy.named_parameters():
                 if name.endswith("mlp.router.weight"):
                     parameter.requires_grad_(False)
+        policy.replays_routing = actor.megatron.router_replay.mode == "R3"
         overlap = actor.megatron.overlap_grad_reduce
         steps = _optimizer_steps(cfg, actor)
         self.policy = TrainedModel(
@@ -187,6 +189,7 @@ class MegatronTrainer:
         module = self.policy.module if model == "policy" else self._reference
         assert module is not None
         batches = on_device(batches, self._device)
+        clear_counts(module.routers().values())
         self._host.wait_for("weights" if model == "policy" else "reference")
         if model == "policy" and self._reference:
             self._host.bring("reference")  # what comes next, during these
@@ -236,6 +239,8 @@ class MegatronTrainer:
         balance = expert_balance(layers, self._source.facts, self.layout, self._device)
         if self._balance_coeff:
             balance["actor/moe/aux_loss"] = balance_loss(layers, self._device)
+        if self._cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay:  # as found with the rollout's weights
+            balance["training/rollout_routing_diff"] = routing_difference(module.routers().values(), self._device)
         return metrics | {name: value / self.layout.dp for name, value in balance.items()}
 
     def _step_critic(

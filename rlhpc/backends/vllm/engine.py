@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from rlhpc.backends.vllm import private
 from rlhpc.backends.vllm.rng import isolated_rng
+from rlhpc.backends.vllm.routing import Routing, chosen_experts
 from rlhpc.backends.vllm.samples import Samples
 from rlhpc.backends.vllm.sampling import (
     Prompts,
@@ -131,7 +132,9 @@ class VllmEngine:
                 "set false"
             )
         specs = family.rollout_specs(hf_config, tp, range(world_size), model.dtype, expert_parallel=expert_parallel)
-        self._vocab_size = family.model_facts(hf_config).vocab_size
+        facts = family.model_facts(hf_config)
+        self._vocab_size = facts.vocab_size
+        self._chosen = chosen_experts(facts) if rollout.enable_rollout_routing_replay else None
         self._eos = eos_token_ids(Path(model_dir), hf_config)
         self._device, self._rank, self._tp, self._ident = device, rank, tp, ident
         self._num_replicas = world_size // tp
@@ -151,7 +154,8 @@ class VllmEngine:
         cleanup_shm(self._ident)
         dist.barrier()  # nobody creates a segment before everybody has removed the old ones
         stay = private.weights_stay() if self._in_place else nullcontext()
-        with isolated_rng(seed, self._device), private.launching(self._ident), stay, warnings.catch_warnings():
+        told = self._chosen.of_new_engine() if self._chosen else nullcontext()
+        with isolated_rng(seed, self._device), private.launching(self._ident), stay, told, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             llm = private.LLM(**arguments)
         dist.barrier()  # everybody has attached: from here a segment needs no name, and no kill can leave one
@@ -179,7 +183,7 @@ class VllmEngine:
         A completion depends on the weights, its prompt, the sampling and `seed` alone: the request's seed is
         hash64(seed, prompt_id, sample_idx), and no cache outlives a call. `interrupted` is asked every
         INTERRUPTIBLE_BATCHES engine steps: once it says so on any rank of the replica, all return no completions, and
-        the engine must not generate again.
+        the engine must not generate again. With `sampling.routing` the first rank's completions have their experts.
         Raises EngineError, on all ranks of the replica, for prompts that don't fit and when ranks disagree.
         """
         if self._asleep:
@@ -195,9 +199,10 @@ class VllmEngine:
             for tokens in ([int(token) for token in token_ids] for _, token_ids in prompts)
             for _ in range(sampling.n)
         ]
-        samples = Samples(private.Batch(self._llm), request_seeds(prompts, sampling.n, seed))
+        batch = private.Batch(self._llm)
+        samples, routing = Samples(batch, request_seeds(prompts, sampling.n, seed)), self._routing(batch, sampling)
         self._llm.reset_prefix_cache()
-        record = _asking(interrupted, samples.record)
+        record = _asking(interrupted, [samples.record, *([routing.record] if routing else [])])
         try:
             with (
                 isolated_rng(seed, self._device),
@@ -210,7 +215,15 @@ class VllmEngine:
         answers = completions(outputs, samples.by_request(), prompts, sampling.n)
         digest = token_digest(answers)
         require_agreement(digest, private.tensor_parallel_group())
-        return answers, digest
+        return routing.added_to(answers, prompts) if routing else answers, digest
+
+    def _routing(self, batch: private.Batch, sampling: SamplingSpec) -> Routing | None:
+        if not sampling.routing:
+            return None
+        if self._chosen is None:
+            raise EngineError("routing needs actor_rollout_ref.rollout.enable_rollout_routing_replay=true")
+        self._chosen.watch(self._llm)
+        return Routing(batch, self._chosen) if self._rank % self._tp == 0 else None
 
     def _compiler(self) -> AbstractContextManager[Any]:
         """On CPU vLLM compiles a few small functions even when eager: 7 to 25 s of a start, for nothing."""
@@ -272,13 +285,14 @@ class _Interrupted(BaseException):
 
 
 def _asking(
-    interrupted: Callable[[], bool], record: Callable[[torch.Tensor, torch.Tensor], None]
+    interrupted: Callable[[], bool], records: Sequence[Callable[[torch.Tensor, torch.Tensor], None]]
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """`record`, which also asks whether to go on; the ranks of a replica, which step together, leave together."""
+    """All `records`, then whether to go on; the ranks of a replica, which step together, leave together."""
     numbers = itertools.count(1)
 
     def recorded(tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        record(tokens, logprobs)
+        for record in records:
+            record(tokens, logprobs)
         if next(numbers) % INTERRUPTIBLE_BATCHES == 0:
             flag = torch.tensor([interrupted()], dtype=torch.int32)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=private.tensor_parallel_group())

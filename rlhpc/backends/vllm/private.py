@@ -10,6 +10,7 @@ import rlhpc.backends.vllm.environment  # noqa: F401  # isort: skip  # before th
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,14 @@ from vllm import LLM as LLM  # the engine takes it from here, after the environm
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.engine import core
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p as apply_top_k_top_p
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rlhpc.errors import EngineError
 
@@ -187,6 +191,58 @@ class Batch:
         batch = self._runner.input_batch
         count = len(batch.req_ids)
         return (batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]).astype(np.int64)
+
+    def fed(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where in each request's tokens the last forward began, and how many of them it was fed, int64. Their hidden
+        states lie one request after the other."""
+        count = len(self._runner.input_batch.req_ids)
+        starts = self._runner.input_batch.num_computed_tokens_cpu[:count].astype(np.int64)
+        return starts, np.diff(self._runner.query_start_loc.np[: count + 1]).astype(np.int64)
+
+
+class ChosenExperts:
+    """What the routers of an engine's model chose for the tokens of its last forward, in their order.
+
+    The forward itself writes `ids` [max_num_batched_tokens, layers, k], also as a CUDA graph; layers without experts
+    stay 0. Not by vLLM's `enable_return_routed_experts`, which copies them to the host at every step and keeps them
+    there for the whole KV cache (0.24), and has no CPU.
+    """
+
+    def __init__(self, num_layers: int, top_k: int, dtype: torch.dtype) -> None:
+        self._per_token, self._dtype = (num_layers, top_k), dtype
+        self.ids = torch.empty(0, *self._per_token, dtype=dtype)
+
+    @contextmanager
+    def of_new_engine(self) -> Iterator[None]:
+        """Within it an engine that is launched tells its routers before it records CUDA graphs."""
+        initialize = GPUModelRunner.initialize_kv_cache
+
+        def initialized(runner: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
+            size = runner.scheduler_config.max_num_batched_tokens
+            if len(self.ids) != size:
+                self.ids = torch.zeros(size, *self._per_token, dtype=self._dtype, device=runner.device)
+            self._watch(runner.model)
+            initialize(runner, *args, **kwargs)
+
+        with _replaced(GPUModelRunner, "initialize_kv_cache", initialized):
+            yield
+
+    def watch(self, llm: LLM) -> None:
+        """Tells the running model's routers: on a CPU a publish leaves the model with new ones."""
+        self._watch(running_model(llm))
+
+    def _watch(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, MoERunner):
+                if module._quant_method.is_monolithic or not isinstance(module.router, BaseRouter):
+                    raise EngineError(
+                        f"vllm {VERSION} routes {module.layer_name} inside its kernel; set "
+                        "actor_rollout_ref.rollout.enable_rollout_routing_replay=false"
+                    )
+                module.router.set_capture_fn(partial(self._keep, module.layer_id))
+
+    def _keep(self, layer: int, ids: torch.Tensor) -> None:
+        self.ids[: len(ids), layer] = ids
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def split_by_request(
     order = np.lexsort((positions, rows))  # stable: of equals the last recorded is last
     rows, positions = rows[order], positions[order]
     last = np.append((np.diff(rows) != 0) | (np.diff(positions) != 0), np.ones(min(1, len(rows)), bool))
-    return np.split(values[order][last], np.searchsorted(rows[last], np.arange(1, num_requests)))
+    return np.split(values[order[last]], np.searchsorted(rows[last], np.arange(1, num_requests)))
 
 
 class Samples:
