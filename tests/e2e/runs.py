@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.cluster.attempt import read_json
 from rlhpc.cluster.session import alive
 from rlhpc.metrics.records import MEASURED
 from tests.tiny_model import write_tiny_model
@@ -104,6 +105,41 @@ def wait_for(
         assert process.poll() is None, f"ended early with {process.returncode}:\n{log.read_text()[-5000:]}"
         assert time.monotonic() < deadline, f"nothing happened in {timeout_s} s:\n{log.read_text()[-3000:]}"
         time.sleep(0.02)
+
+
+def in_phase(
+    phase: str,
+    run_dir: Path,
+    process: subprocess.Popen[bytes],
+    log: Path,
+    act: Callable[[int], None],
+    *,
+    fraction: float | None = None,
+) -> dict[str, Any]:
+    """Waits until the driver is in `phase`, with a part of it done where it has parts (`fraction` says which), and
+    calls `act(its pid)` while it is held still there. Returns its progress at that moment."""
+
+    def progress() -> dict[str, Any] | None:
+        found = read_json(run_dir / "progress.json")
+        parts = phase in ("generate", "validate", "update")
+        if not found or found["phase"] != phase:
+            return None
+        there = found["fraction"] == fraction if fraction else 0 < found["fraction"] < 0.8 or not parts
+        return found if there and found["outcome"] == "running" else None
+
+    deadline = time.monotonic() + 240
+    while True:
+        assert process.poll() is None, f"ended before {phase}, with {process.returncode}:\n{log.read_text()[-3000:]}"
+        assert time.monotonic() < deadline, f"not in {phase} within 240 s:\n{log.read_text()[-3000:]}"
+        if found := progress():
+            os.kill(found["pid"], signal.SIGSTOP)
+            try:
+                if now := progress():
+                    act(now["pid"])
+                    return now
+            finally:
+                os.kill(found["pid"], signal.SIGCONT)
+        time.sleep(0.001)
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.runs import ROOT, assert_same_state, command, comparable, rows, run_to_end
+from rlhpc.checkpoint.manifest import committed_steps
+from tests.e2e.runs import ROOT, assert_same_state, command, comparable, finish, in_phase, rows, run_to_end, start
 from tests.hf_files import read_tensors
 from tests.tiny_model import write_tiny_model
 
@@ -17,6 +20,7 @@ PPO = (
     "actor_rollout_ref.rollout.n=2",
     "critic.optim.lr=1e-3",
     "critic.ppo_epochs=2",
+    "critic.ppo_mini_batch_size=8",
     "trainer.critic_warmup=2",
     "trainer.total_training_steps=3",
     "trainer.save_freq=1",
@@ -25,7 +29,7 @@ PPO = (
 
 def test_a_critic_is_trained_saved_and_resumed_bitwise(task: Path, tmp_path: Path) -> None:
     """The critic is a deeper model. Three steps, of which the first trains the critic alone; a run that takes over the
-    state after the second ends where they do."""
+    state after it, and is stopped between the critic's updates of a step and the policy's, ends where they do."""
     whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "log"
     critic = write_tiny_model(tmp_path / "critic", seed=5, num_hidden_layers=3)
     settings = (*PPO, f"critic.model.path={critic}")
@@ -38,9 +42,14 @@ def test_a_critic_is_trained_saved_and_resumed_bitwise(task: Path, tmp_path: Pat
     assert metrics[1]["critic/values/max"] == 0.0 < metrics[3]["critic/values/max"]  # the head begins at 0
     check_checkpoints(task / "model", critic, whole, tmp_path / "exported")
 
-    origin = f"resume.from={whole / 'checkpoints/step-000002'}"
-    run_to_end(command(task, part, *settings, origin), log)
-    assert comparable(part)[-1] == comparable(whole)[-1]
+    arguments = command(task, part, *settings, f"resume.from={whole / 'checkpoints/step-000001'}")
+    process = start(arguments, log)
+    between = 2 / (2 + 2)  # of a step's updates: two epochs of the critic, two mini-batches of the policy
+    in_phase("update", part, process, log, lambda pid: os.kill(pid, signal.SIGTERM), fraction=between)
+    assert finish(process, log) == 75, log.read_text()[-3000:]
+    assert sorted(committed_steps(part / "checkpoints")) == [1, 2]
+    run_to_end(arguments, log)
+    assert comparable(part) == comparable(whole)[1:]
     assert_same_state(part, whole)
 
 

@@ -10,9 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,35 +18,17 @@ from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.attempt import Attempt, StopNotice, read_json
 from rlhpc.cluster.submission import prepare
 from rlhpc.config.load import load_file
-from tests.e2e.runs import ROOT, assert_same_end, command, finish, leftovers, run_to_end, start, wait_for
-
-
-def in_phase(
-    phase: str, run_dir: Path, process: subprocess.Popen[bytes], log: Path, act: Callable[[int], None]
-) -> dict[str, Any]:
-    """Waits until the driver is in `phase`, with a part of it done where it has parts, and calls `act(its pid)` while
-    it is held still there. Returns its progress at that moment."""
-
-    def progress() -> dict[str, Any] | None:
-        found = read_json(run_dir / "progress.json")
-        parts = phase in ("generate", "validate", "update")
-        there = found and found["phase"] == phase and (0 < found["fraction"] < 0.8 or not parts)
-        return found if there and found["outcome"] == "running" else None
-
-    deadline = time.monotonic() + 240
-    while True:
-        assert process.poll() is None, f"ended before {phase}, with {process.returncode}:\n{log.read_text()[-3000:]}"
-        assert time.monotonic() < deadline, f"not in {phase} within 240 s:\n{log.read_text()[-3000:]}"
-        if found := progress():
-            os.kill(found["pid"], signal.SIGSTOP)
-            try:
-                if now := progress():
-                    act(now["pid"])
-                    return now
-            finally:
-                os.kill(found["pid"], signal.SIGCONT)
-        time.sleep(0.001)
-
+from tests.e2e.runs import (
+    ROOT,
+    assert_same_end,
+    command,
+    finish,
+    in_phase,
+    leftovers,
+    run_to_end,
+    start,
+    wait_for,
+)  # fmt: skip
 
 # Where the driver answers differently; scripts/preemption_drill.sh hits every phase.
 STOPS = {
