@@ -268,9 +268,10 @@ def config(*, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, str]:
 
 
 def clock_offset_s() -> float | None:
-    """Seconds by which the controller's clock is ahead of this machine's; None where it doesn't tell."""
+    """Seconds by which the controller's clock is ahead of this machine's, to half a second; None where it doesn't
+    tell."""
     found = re.match(r"Configuration data as of (\d+)$", _run("scontrol", "show", "config").partition("\n")[0])
-    return float(found[1]) - time.time() if found else None
+    return float(found[1]) + 0.5 - time.time() if found else None  # it tells whole seconds, rounded down
 
 
 def kill_wait_s(*, timeout_s: float = COMMAND_TIMEOUT_S) -> float:

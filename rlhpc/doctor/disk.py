@@ -94,7 +94,7 @@ def _abilities(probe: Path) -> Iterator[Finding]:
     (probe / "now").touch()
     skew = (probe / "now").stat().st_mtime - time.time()
     fix = "have server and clients follow one time server; chronyc tracking shows the difference"
-    yield judged("its clock", f"{skew:+.1f} s to this machine's", fix, warning=abs(skew) > MAX_SKEW_S)
+    yield judged("its clock", f"{abs(skew):.1f} s from this machine's", fix, warning=abs(skew) > MAX_SKEW_S)
 
 
 def _rename(probe: Path) -> None:

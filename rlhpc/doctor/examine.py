@@ -21,6 +21,8 @@ from rlhpc.errors import RlhpcError
 DEADLINE_S = 9.5
 HANGS = "something under it hangs; look at mounts (df), the driver (nvidia-smi) and Slurm (scontrol ping)"
 
+Job = tuple[str, Callable[[], Iterable[Finding]]]  # a heading and what finds something for it
+
 
 @dataclass(frozen=True)
 class Part:
@@ -31,7 +33,7 @@ class Part:
 
 
 def examine(cfg: RunConfig | None, *, slurm: bool, gpus: bool) -> list[Part]:
-    """Looks at everything; `cfg` names a run, `slurm` and `gpus` what has to be here. Takes ten seconds at most."""
+    """Looks at everything, in some ten seconds at most; `cfg` names a run, `slurm` and `gpus` what has to be here."""
     named = cfg is not None
     cfg = cfg or RunConfig()
     here = named and cfg.launch.mode != "slurm"
@@ -39,7 +41,7 @@ def examine(cfg: RunConfig | None, *, slurm: bool, gpus: bool) -> list[Part]:
     if here and cfg.trainer.device == "cuda":
         number = cfg.trainer.n_gpus_per_node
     seen: dict[str, Any] = {}
-    jobs: list[tuple[str, Callable[[], Iterable[Finding]]]] = []
+    jobs: list[Job] = []
     if named:
         from rlhpc.doctor.needs import needs, wanted_of
 
@@ -58,12 +60,12 @@ def examine(cfg: RunConfig | None, *, slurm: bool, gpus: bool) -> list[Part]:
     ]
     if required or shutil.which("scontrol"):
         jobs.append(("Slurm", lambda: scheduler(wanted=required)))
-    findings = _side_by_side(jobs)
+    findings = side_by_side(jobs)
     findings["GPU"] += gpu.as_torch_sees(number, seen)
     return [Part(name, tuple(found)) for name, found in findings.items()]
 
 
-def _side_by_side(jobs: Sequence[tuple[str, Callable[[], Iterable[Finding]]]]) -> dict[str, list[Finding]]:
+def side_by_side(jobs: Sequence[Job], deadline_s: float = DEADLINE_S) -> dict[str, list[Finding]]:
     """The findings of all jobs under their headings, those of one that hangs as far as it came."""
     found: list[list[Finding]] = [[] for _ in jobs]
     done: set[int] = set()
@@ -77,7 +79,7 @@ def _side_by_side(jobs: Sequence[tuple[str, Callable[[], Iterable[Finding]]]]) -
             found[index].append(Finding(name, "failed", f"not all could be looked at: {error}"))
         done.add(index)
 
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     threads = [threading.Thread(target=carry_out, args=(index,), daemon=True) for index in range(len(jobs))]
     for thread in threads:
         thread.start()
@@ -85,6 +87,6 @@ def _side_by_side(jobs: Sequence[tuple[str, Callable[[], Iterable[Finding]]]]) -
         thread.join(max(0.0, deadline - time.monotonic()))
     headed: dict[str, list[Finding]] = {}
     for index, (name, _) in enumerate(jobs):
-        late = [] if index in done else [Finding(name, "failed", f"no answer in {DEADLINE_S:g} s after that", HANGS)]
+        late = [] if index in done else [Finding(name, "failed", f"no further answer in {deadline_s:g} s", HANGS)]
         headed.setdefault(name, []).extend([*found[index], *late])
     return headed

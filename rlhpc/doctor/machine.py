@@ -122,8 +122,12 @@ def unused_segments() -> tuple[list[Path], int]:
             stat = path.lstat()
         except FileNotFoundError:
             continue
-        old = time.time() - max(stat.st_mtime, stat.st_ctime) > YOUNG_S
-        if old and stat.st_uid == os.getuid() and path.is_file() and str(path) not in used:
+        if (
+            time.time() - stat.st_mtime > YOUNG_S
+            and stat.st_uid == os.getuid()
+            and path.is_file()
+            and str(path) not in used
+        ):
             found.append((stat.st_blocks * 512, path))
     return [path for _, path in sorted(found, reverse=True)], sum(size for size, _ in found)
 

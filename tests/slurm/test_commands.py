@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from rlhpc.cluster.attempt import past_attempts, publish_text, read_json
 from tests.e2e.runs import command, write_task
-from tests.slurm.cluster import ROOT, Cluster, wait_until
+from tests.slurm.cluster import GRACE_S, KILL_WAIT_S, ROOT, Cluster, wait_until
 
 BATCH = f"cd {ROOT}\nexec {sys.executable} -m rlhpc.cluster.batch"
 STEPPER = f"{sys.executable} -m tests.slurm.stepper"
@@ -40,6 +41,16 @@ class Workplace:
     def following(self, run: Path, output: Path) -> subprocess.Popen[bytes]:
         with output.open("wb") as file:
             return subprocess.Popen(**self._call(["logs", "-f", str(run)]), stdout=file, stderr=subprocess.STDOUT)
+
+    def in_job(self, script: str, *options: str) -> str:
+        """What a command says as a job's only step; a doctor's failures are no failure of the job."""
+        command = ["srun", "--quiet", *options, "bash", "-c", script]
+        done = subprocess.run(
+            command, cwd=self.directory, env=self.slurm.environ(PYTHONPATH=str(ROOT)), capture_output=True, text=True,
+            timeout=120,
+        )  # fmt: skip
+        assert done.stdout, done.stderr
+        return done.stdout
 
     def _call(self, arguments: Any) -> dict[str, Any]:
         command = [sys.executable, "-m", "rlhpc.cli.main", *arguments]
@@ -233,6 +244,37 @@ def test_without_a_controller_the_run_directory_speaks(workplace: Workplace) -> 
         assert text.startswith("Slurm does not answer (scontrol show job")
         assert "state       unknown: its driver last wrote" in text
     assert workplace.status(run)["state"] == "running"
+
+
+def test_the_doctor_sees_the_cluster_and_the_job(workplace: Workplace) -> None:
+    """From inside a job of two nodes whose memory is limited, with one partition drained and one node away."""
+    slurm = workplace.slurm
+    away = slurm.node(slurm.nodes)
+    command = f"[ $SLURM_PROCID = 1 ] || exec {sys.executable} -m rlhpc.cli.main doctor --json"
+    slurm.run("scontrol", "update", "partitionname=grace", "state=drain")
+    slurm.run("scontrol", "update", f"nodename={away}", "state=drain", "reason=test")
+    try:
+        answer = workplace.in_job(command, "-plow", "-N2", f"-x{away}", "--mem=3G", "--gpus-per-node=1", "--time=7")
+    finally:
+        slurm.run("scontrol", "update", "partitionname=grace", "state=up")
+        slurm.run("scontrol", "update", f"nodename={away}", "state=resume")
+    found = {(one["part"], one["check"]): one for one in json.loads(answer)}
+    seen = {check: (one["level"], one["found"]) for (part, check), one in found.items() if part == "Slurm"}
+    up, of = slurm.nodes - 1, slurm.nodes
+    assert seen["partition low (default)"] == (
+        "ok", f"{up} of {of} nodes up, MaxTime 01:00:00, PreemptMode REQUEUE, GraceTime 0 s"
+    )  # fmt: skip
+    assert seen["partition grace"][0] == "warning" and seen["partition grace"][1].endswith(f"GraceTime {GRACE_S} s")
+    assert seen["partition high"] == ("ok", f"{up} of {of} nodes up, MaxTime 01:00:00")
+    assert seen["time to save"] == (
+        "warning", f"KillWait {KILL_WAIT_S} s from SIGTERM to SIGKILL, where a partition gives no grace"
+    )  # fmt: skip
+    assert seen["GPUs"] == ("ok", f"gpu:4 on {of} nodes")
+    assert seen["what is left"] == ("ok", "ProctrackType=proctrack/cgroup")
+    assert seen["its clock"] == ("ok", "0 s from this machine's")
+    assert seen["this job"][0] == "ok" and re.search(r" on \S+, \S+, [67] min left$", seen["this job"][1])
+    assert found["machine", "memory"]["found"].endswith("GiB free of 3.0 that a process may have")
+    assert "for Ray, VLLM_HOST_IP=" in found["network", "interface"]["found"]
 
 
 def test_resumed_as_it_was_submitted(workplace: Workplace, tmp_path: Path) -> None:

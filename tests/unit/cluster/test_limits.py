@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.cluster.limits import free_memory, limits, oom_kills
+from rlhpc.cluster.limits import free_memory, free_tasks, limits, oom_kills
 
 GIB = 1024**3
 MEMINFO = "MemTotal:       65536000 kB\nMemFree:        1000 kB\nMemAvailable:   41943040 kB\n"  # 40 GiB
@@ -131,6 +131,27 @@ def test_slurms_cpus_and_the_affinity_bound_the_cpus(tmp_path: Path) -> None:
     code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     code += "from rlhpc.cluster.limits import limits; print(limits({}).cpus)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1.0\n"
+
+
+@pytest.mark.parametrize(("limit", "left"), [("max\n", 62000 - 700), ("512\n", 512 - 40)])
+def test_a_control_group_bounds_the_processes(tmp_path: Path, limit: str, left: int) -> None:
+    files = {
+        "proc/self/cgroup": "0::/job\n",
+        "proc/self/mountinfo": V2_MOUNT,
+        "proc/loadavg": "0.0 0.1 0.2 2/700 4711\n",
+        "proc/sys/kernel/threads-max": "62000\n",
+        "sys/fs/cgroup/job/pids.max": limit,
+        "sys/fs/cgroup/job/pids.current": "40\n",
+    }
+    assert free_tasks(tree(tmp_path, files)) == left
+
+
+def test_the_users_limit_bounds_the_processes() -> None:
+    code = (
+        "import os; from rlhpc.cluster.limits import free_tasks; os.getuid() or os.setuid(65534); print(free_tasks())"
+    )
+    command = ["bash", "-c", 'ulimit -u 300; exec "$0" -c "$1"', sys.executable, code]  # which doesn't bind root
+    assert int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) <= 300
 
 
 def test_a_real_cgroup_binds_and_tells_of_its_dead(tmp_path: Path) -> None:
