@@ -62,6 +62,8 @@ def examine(cfg: RunConfig | None, *, slurm: bool, gpus: bool) -> list[Part]:
         jobs.append(("Slurm", lambda: scheduler(wanted=required)))
     findings = side_by_side(jobs)
     findings["GPU"] += gpu.as_torch_sees(number, seen)
+    if wanted.trainer_bytes and seen.get("memory"):
+        findings["GPU"] += gpu.fits(cfg, wanted, min(seen["memory"]))
     return [Part(name, tuple(found)) for name, found in findings.items()]
 
 

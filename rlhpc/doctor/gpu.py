@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhpc.config.schema import RunConfig
 from rlhpc.doctor.finding import Finding, Level, judged
+from rlhpc.doctor.machine import Wanted
 
 HEALTH_CHECK = Path(__file__).resolve().parents[2] / "slurm/admin/health_check.sh"
 LEVELS: dict[str, Level] = {"OK": "ok", "WARNING": "warning", "CRITICAL": "failed", "UNKNOWN": "warning"}
@@ -24,6 +26,7 @@ FIXES = {  # by check of health_check.sh; its others are about whole nodes
     "nvlink": "nvidia-smi nvlink -s; peers talk over PCIe meanwhile, which is slower",
     "hca": "ibstat; NCCL takes another port or TCP meanwhile",
 }
+GIB = 2**30
 BUSY_SHARE = 0.05  # of a GPU's memory, in use before a run is there
 ASK_TIMEOUT_S = 8.0
 COLUMNS = "index,name,driver_version,memory.total,memory.used,compute_mode,mig.mode.current"
@@ -91,20 +94,25 @@ def as_torch_sees(wanted: int | None, seen: Mapping[str, Any]) -> Iterator[Findi
         return
     known = {name.rpartition("_")[2].rstrip("af") for name in seen["architectures"]}
     foreign = [name for name, major, _ in devices if not any(number[:-1] == str(major) for number in known)]
-    name, major, minor = devices[0]
-    found = f"{len(devices)} GPUs, sm_{major}{minor}, NCCL {seen['nccl']}"
-    yield judged(
-        "torch",
-        found,
-        f"this torch has no kernels for {', '.join(foreign)}; install one built for it",
-        failed=bool(foreign),
-    )
+    _, major, minor = devices[0]
+    fix = f"this torch has no kernels for {', '.join(foreign)}; install one built for it"
+    yield judged("torch", f"{len(devices)} GPUs, sm_{major}{minor}, NCCL {seen['nccl']}", fix, failed=bool(foreign))
     if len(devices) > 1:
         pairs = ", ".join(f"{i} and {j}" for i, j in seen["deaf"] if i < j)
         fix = "a virtual machine or the IOMMU keeps GPUs apart; NCCL copies through the host, slowly"
-        yield judged(
-            "peer-to-peer", f"no access between GPU {pairs}" if pairs else "all GPUs", fix, warning=bool(pairs)
-        )
+        found = f"no access between GPU {pairs}" if pairs else "all GPUs"
+        yield judged("peer-to-peer", found, fix, warning=bool(pairs))
+
+
+def fits(cfg: RunConfig, wanted: Wanted, smallest: int) -> Iterator[Finding]:
+    """Whether a rank of the run finds room on a GPU of `smallest` bytes: trainer and engine take turns."""
+    share = cfg.actor_rollout_ref.rollout.gpu_memory_utilization
+    found = f"of {smallest / GIB:.1f} GiB the trainer's {wanted.trainer_bytes / GIB:.1f}"
+    fix = "spread it over more ranks (expert_model_parallel_size, tensor_model_parallel_size, pipeline, nodes)"
+    yield judged("trainer fits", f"{found}, then activations", fix, failed=wanted.trainer_bytes > smallest)
+    found = f"of {share:.0%}, {share * smallest / GIB:.1f} GiB, the weights' {wanted.engine_bytes / GIB:.1f}"
+    fix = "raise actor_rollout_ref.rollout.gpu_memory_utilization or its tensor_model_parallel_size"
+    yield judged("engine fits", f"{found}, then the KV cache", fix, failed=wanted.engine_bytes > share * smallest)
 
 
 def _memory(sizes: list[tuple[str, float, float]]) -> Iterator[Finding]:

@@ -31,6 +31,8 @@ class Wanted:
     ranks: int = 1
     cpus: int | None = None
     host_bytes: int | None = None  # without processes and libraries
+    trainer_bytes: int = 0  # of a GPU, without activations
+    engine_bytes: int = 0  # of a GPU, without the KV cache
 
 
 def machine(cfg: RunConfig, wanted: Wanted) -> Iterator[Finding]:

@@ -30,12 +30,14 @@ def wanted_of(cfg: RunConfig) -> Wanted:
     trainer = cfg.trainer
     if cfg.launch.mode == "slurm":
         return Wanted()
+    ranks, cpus = trainer.n_gpus_per_node, trainer.n_gpus_per_node * cfg.cluster.cpus_per_rank
     try:
         model_config = check_run(cfg)
-        memory = node_memory(cfg, model_config, device_of(cfg)).total
+        host = node_memory(cfg, model_config, device_of(cfg)).total
+        of_trainer, of_engine = _on_device(cfg, model_config)
     except RlhpcError:
-        memory = None
-    return Wanted(trainer.n_gpus_per_node, trainer.n_gpus_per_node * cfg.cluster.cpus_per_rank, memory)
+        return Wanted(ranks, cpus)
+    return Wanted(ranks, cpus, host, of_trainer, of_engine)
 
 
 def needs(cfg: RunConfig) -> Iterator[Finding]:
@@ -50,7 +52,10 @@ def needs(cfg: RunConfig) -> Iterator[Finding]:
     yield Finding("configuration", "ok", f"{model_config['model_type']} on {ranks}; rlhpc plan shows layout and memory")
     yield from _held("model files", cfg, model_config)
     yield from _held("run directory", cfg, model_config)
-    yield from _device_memory(cfg, model_config)
+    of_trainer, of_engine = map(readable, _on_device(cfg, model_config))
+    found = f"trainer {of_trainer}, engine {of_engine}, without activations and KV cache"
+    yield Finding("a rank's memory", "ok", found)
+    yield from (refusal("memory of a node", line) for line in too_little_memory(cfg, model_config, device_of(cfg)))
     yield from _places(cfg, model_config)
     if "wandb" in cfg.trainer.logger:
         yield _wandb(cfg.trainer.wandb_mode or os.environ.get("WANDB_MODE"))
@@ -72,12 +77,10 @@ def _held(check: str, cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterat
         yield from (refusal(check, line) for line in str(error).splitlines())
 
 
-def _device_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Finding]:
+def _on_device(cfg: RunConfig, model_config: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes of the fullest rank: the trainer's and the engine's."""
     fullest = max(rank_memory(cfg, model_config), key=lambda rank: rank.total)
-    engine, trainer = fullest.rollout_weights, fullest.total - fullest.rollout_weights
-    yield Finding("a rank's memory", "ok", f"trainer {readable(trainer)}, engine {readable(engine)}, "
-                  "without activations and KV cache")  # fmt: skip
-    yield from (refusal("memory of a node", line) for line in too_little_memory(cfg, model_config, device_of(cfg)))
+    return fullest.total - fullest.rollout_weights, fullest.rollout_weights
 
 
 def _places(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -33,6 +33,7 @@ if torch.version.cuda:
         torch.cuda.init()
         count = torch.cuda.device_count()
         seen["devices"] = [(torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)) for i in range(count)]
+        seen["memory"] = [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
         seen["deaf"] = [(i, j) for i in range(count) for j in range(count)
                         if i != j and not torch.cuda.can_device_access_peer(i, j)]
         seen["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -56,7 +57,7 @@ def software(root: Path = ROOT) -> Iterator[Finding]:
 
 def loads(seen: dict[str, Any]) -> Iterator[Finding]:
     """Whether torch and vLLM's kernels load. Fills `seen` with what torch sees: torch, cuda_build, devices (name,
-    major, minor), error, nccl, deaf (pairs of GPUs without access to each other), architectures."""
+    major, minor), error, nccl, deaf (pairs of GPUs without access to each other), memory (bytes), architectures."""
     libraries = _kernels()
     command = [sys.executable, "-c", LOAD, *map(str, libraries)]
     try:
