@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.algorithms.corrections import parse_threshold, rollout_weights
+from rlhpc.algorithms.corrections import kept_by, parse_rejections, parse_threshold, rollout_weights
 from rlhpc.algorithms.statistics import effective_sample_size, masked_whiten, mismatch
 from rlhpc.errors import ConfigError
 
@@ -75,7 +75,7 @@ def test_a_batch_without_tokens_has_no_metrics() -> None:
     assert mismatch(TRAINER, ROLLOUT, torch.zeros(2, 3)) == {}
 
 
-@pytest.mark.parametrize("threshold", [0.0, -1.0, "2_1", "a_b", "_", "nan", "0_2"])
+@pytest.mark.parametrize("threshold", [0.0, -1.0, 0.52, "2_1", "a_b", "_", "nan", "0_2"])
 def test_malformed_thresholds_are_refused(threshold: float | str) -> None:
     with pytest.raises(ConfigError, match="rollout_is_threshold"):
         parse_threshold(threshold)
@@ -84,6 +84,80 @@ def test_malformed_thresholds_are_refused(threshold: float | str) -> None:
 def test_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="rollout_is='batch' is unknown; choose null, token, sequence"):
         rollout_weights(TRAINER, ROLLOUT, MASK, level="batch", threshold=2.0)
+
+
+LN2 = math.log(2)  # the log ratios are 2, -1 and 0 times it in row 0, -3 times in row 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "threshold", "expected"),
+    [
+        ("token_k1", "0.3_3.0", [[0, 1, 1], [0, 0, 0]]),  # of 1/r: 1/4 is below, 8 above
+        ("token_k1", "0.2_3.0", [[1, 1, 1], [0, 0, 0]]),
+        ("token_k1", 3.0, [[0, 1, 1], [0, 0, 0]]),  # 1/3 to 3
+        ("token_k1", 10.0, [[1, 1, 1], [1, 0, 0]]),
+        ("token_k2", 1.0, [[1, 1, 1], [0, 0, 0]]),  # 0.96, 0.24, 0; 2.16
+        ("token_k3", 1.0, [[0, 1, 1], [0, 0, 0]]),  # 1.61, 0.19, 0; 1.20
+        ("seq_sum_k1", "0.4_9.0", [[1, 1, 1], [1, 0, 0]]),  # products 1/2 and 8
+        ("seq_sum_k1", "0.6_9.0", [[0, 0, 0], [1, 0, 0]]),
+        ("seq_mean_k1", "0.79_2.0", [[1, 1, 1], [0, 0, 0]]),  # geometric means 0.794 and 8
+        ("seq_mean_k1", "0.80_9.0", [[0, 0, 0], [1, 0, 0]]),
+        ("seq_sum_k2", 1.21, [[1, 1, 1], [0, 0, 0]]),  # 1.2011
+        ("seq_mean_k2", 0.41, [[1, 1, 1], [0, 0, 0]]),  # 0.4004
+        ("seq_mean_k3", 0.61, [[1, 1, 1], [0, 0, 0]]),  # 0.6023
+        ("seq_max_k2", 0.95, [[0, 0, 0], [0, 0, 0]]),
+        ("seq_max_k3", 1.5, [[0, 0, 0], [1, 0, 0]]),
+        ("token_k3, seq_sum_k1", "1.0,0.4_7.0", [[0, 1, 1], [0, 0, 0]]),
+    ],
+)
+def test_rejections(rules: str, threshold: float | str, expected: list[list[float]]) -> None:
+    kept, _ = kept_by(parse_rejections(rules, threshold), TRAINER, ROLLOUT, MASK)
+    assert kept.tolist() == expected
+
+
+def test_rejection_metrics() -> None:
+    """Of four tokens in two sequences."""
+    _, metrics = kept_by(parse_rejections("token_k2,seq_sum_k1", "1.0,0.6_10"), TRAINER, ROLLOUT, MASK)
+    k2 = [2 * LN2**2, LN2**2 / 2, 0, 4.5 * LN2**2]
+    expected = {
+        "token_k2_mean": sum(k2) / 4,
+        "token_k2_max": k2[3],
+        "token_k2_min": 0.0,
+        "token_k2_fraction_high": 1 / 4,
+        "token_k2_fraction_low": 0.0,
+        "token_k2_masked_fraction": 1 / 4,
+        "token_k2_seq_masked_fraction": 1 / 2,
+        "seq_sum_k1_mean": (3 * -LN2 + 3 * LN2) / 4,  # each token counts, with its sequence's sum
+        "seq_sum_k1_max": 3 * LN2,
+        "seq_sum_k1_min": -LN2,
+        "seq_sum_k1_fraction_high": 0.0,
+        "seq_sum_k1_fraction_low": 1 / 2,
+        "seq_sum_k1_masked_fraction": 3 / 4,
+        "seq_sum_k1_seq_masked_fraction": 1 / 2,
+        "masked_fraction": 1.0,
+        "seq_masked_fraction": 1.0,
+    }
+    assert metrics == pytest.approx({f"rollout_corr/rollout_rs_{n}": v for n, v in expected.items()}, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rules", "threshold", "message"),
+    [
+        ("token", 1.0, "rollout_rs='token' is unknown; choose null, or by commas of token_k1, .*seq_max_k3"),
+        ("seq_max_k1", 1.0, "'seq_max_k1' is unknown"),
+        (" , ", 1.0, "is unknown"),
+        ("token_k1", None, "rollout_rs_threshold=None has 0 thresholds for rollout_rs=token_k1"),
+        ("token_k1,token_k2,token_k3", "1,2", "has 2 thresholds"),
+        ("token_k1", 0.52, "=0.52 of token_k1 must be a window of ratios .* at least 1"),
+        ("token_k1", "2.0_0.5", "a window of ratios"),
+        ("token_k1", 0, "a window of ratios"),
+        ("token_k3", "0.1_2.0", "=0.1_2.0 of token_k3 must be one number above 0"),
+        ("token_k3", "nan", "one number above 0"),
+    ],
+)
+def test_malformed_rejections_are_refused(rules: str, threshold: float | str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_rejections(rules, threshold)
 
 
 def test_mismatch_against_numpy() -> None:

@@ -43,6 +43,9 @@ BASE = {
     f"{ROLLOUT}.n": 4,
 }
 
+DAPO = {"algorithm.filter_groups.enable": True, "trainer.total_training_steps": 9}
+OVERLONG = {"reward.overlong_buffer.enable": True}
+CORRECTION = "algorithm.rollout_correction"
 GAE = {"algorithm.adv_estimator": "gae"}
 
 
@@ -99,6 +102,11 @@ RTP, REP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_
         ({"launch.mode": "slurm", "launch.time_min": 6}, 4),
         ({"cluster.sbatch.mail-type": "END", "cluster.sbatch.gres": "gpu:h100:8"}, 4),
         ({"launch.stop_lead_s": 0}, 4),
+        ({**DAPO, **OVERLONG, "data.gen_batch_size": 35, "algorithm.filter_groups.metric": "acc"}, 4),
+        ({**OVERLONG, "reward.overlong_buffer.len": 100}, 4),
+        ({"reward.overlong_buffer.len": 0, "data.gen_batch_size": 4}, 4),
+        ({f"{CORRECTION}.rollout_is_threshold": "0.5_5.0", f"{CORRECTION}.rollout_is": "token"}, 4),
+        ({f"{CORRECTION}.rollout_rs": "token_k1,seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold": "2.0,0.1"}, 4),
     ],
 )
 def test_allowed(overrides, world_size):
@@ -123,6 +131,42 @@ def test_allowed(overrides, world_size):
             4,
             ["=5 must divide data.train_batch_size=12", "choose 1, 2, 3, 4, 6, 12"],
         ),
+        ({"data.gen_batch_size": 5}, 4, ["gen_batch_size=5 must divide data.train_batch_size=12", "filter_groups"]),
+        ({**DAPO, "data.gen_batch_size": 3}, 4, ["data.gen_batch_size=3 is below the 4 rollout replicas"]),
+        (
+            {**DAPO, "trainer.total_training_steps": None},
+            4,
+            ["filter_groups.enable=true: how many steps an epoch holds", "set trainer.total_training_steps"],
+        ),
+        (
+            {
+                **DAPO,
+                f"{ROLLOUT}.n": 1,
+                "algorithm.adv_estimator": "reinforce_plus_plus",
+                f"{ACTOR}.ppo_mini_batch_size": 4,
+            },
+            4,
+            ["compares the samples of a prompt, but", "rollout.n=1; set n to at least 2"],
+        ),
+        (
+            {**DAPO, "algorithm.filter_groups.metric": "seq_final_reward", "algorithm.use_kl_in_reward": True},
+            4,
+            ["metric=seq_final_reward with algorithm.use_kl_in_reward=true", "set metric=reward (without it), or acc"],
+        ),
+        (
+            {**DAPO, "algorithm.filter_groups.metric": "accuracy"},
+            4,
+            ["filter_groups.metric='accuracy' is unknown; choose acc, reward, score, seq_final_reward, seq_reward"],
+        ),
+        (
+            {**OVERLONG, "reward.overlong_buffer.len": 101},
+            4,
+            ["overlong_buffer.len=101 must be 1 to data.max_response_length=100 tokens"],
+        ),
+        ({f"{CORRECTION}.rollout_is_threshold": 0.52}, 4, [f"{CORRECTION}.rollout_is_threshold=0.52", "at least 1"]),
+        ({f"{CORRECTION}.rollout_rs": "seq_max_k1"}, 4, [f"{CORRECTION}.rollout_rs='seq_max_k1' is unknown"]),
+        ({f"{CORRECTION}.rollout_rs": "token_k1"}, 4, [f"{CORRECTION}.rollout_rs_threshold=None has 0 thresholds"]),
+        ({f"{CORRECTION}.rollout_rs_threshold": 2.0}, 4, [f"says nothing without {CORRECTION}.rollout_rs"]),
         ({f"{ROLLOUT}.n": 5}, 4, ["ppo_mini_batch_size=6 * rollout.n=5 = 30", "4 data-parallel ranks"]),
         ({"data.train_batch_size": 6, f"{ROLLOUT}.n": 8}, 16, ["=6 is below the 16 rollout replicas"]),
         ({f"{ROLLOUT}.chunk_prompts": 3}, 4, ["chunk_prompts=3 is below the 4", "set 0 or at least 4"]),
@@ -245,6 +289,12 @@ def test_allowed(overrides, world_size):
         ({"trainer.device": "gpu"}, 4, ["trainer.device='gpu'", "auto, cpu, cuda"]),
         ({"actor_rollout_ref.model.dtype": "float16"}, 4, ["dtype='float16'", "bfloat16, float32"]),
         ({f"{ROLLOUT}.name": "sglang"}, 4, ["rollout.name='sglang'", "choose vllm"]),
+        ({f"{M}.router_replay.mode": "R2"}, 4, ["router_replay.mode='R2' is unknown", "choose R3, disabled"]),
+        (
+            {f"{M}.router_replay.mode": "R3"},
+            4,
+            [f"router_replay.mode=R3 needs {ROLLOUT}.enable_rollout_routing_replay=true; or set disabled"],
+        ),
         ({"reshard.sink": "loader"}, 4, ["reshard.sink='loader' is unknown", "choose direct, reference"]),
         ({RTP: 4, REP: 2}, 4, [f"{REP}=2 must be 1 or tensor_model_parallel_size=4"]),
         ({RTP: 2, REP: 2, "trainer.device": "cpu"}, 4, [f"{REP}=2 needs GPUs", "set 1"]),
@@ -266,7 +316,9 @@ def test_an_engine_that_holds_whole_experts_must_divide_their_number_and_not_the
 
 def test_options_of_experts_on_a_dense_model():
     dense = MODEL | {"model_type": "qwen3"}
-    lines = violations_of({EP: 2, ETP: 2, f"{M}.moe_aux_loss_coeff": 0.1, f"{M}.freeze_moe_router": True}, 4, dense)
+    keep = f"{ROLLOUT}.enable_rollout_routing_replay"
+    asked = {EP: 2, ETP: 2, f"{M}.moe_aux_loss_coeff": 0.1, f"{M}.freeze_moe_router": True, keep: True}
+    lines = violations_of(asked, 4, dense)
     assert lines == [
         f"{key} needs a mixture of experts, this model has none; set {off}"
         for key, off in (
@@ -274,6 +326,7 @@ def test_options_of_experts_on_a_dense_model():
             (f"{ETP}=2", "1"),
             (f"{M}.moe_aux_loss_coeff=0.1", "0"),
             (f"{M}.freeze_moe_router=true", "false"),
+            (f"{keep}=true", "false"),
         )
     ]
 

@@ -76,5 +76,7 @@ def test_refuses_the_state_of_other_data(change, message):
 def test_batch_larger_than_the_dataset():
     with pytest.raises(DataError, match="train_batch_size=8 exceeds the 5 prompts.*at most 5"):
         PromptCursor(5, 8)
+    with pytest.raises(DataError, match="gen_batch_size=8 exceeds .* set data.gen_batch_size to at most 5"):
+        PromptCursor(5, 8, key="data.gen_batch_size")
     with pytest.raises(DataError, match="train_batch_size=0"):
         PromptCursor(5, 0)

@@ -1,10 +1,12 @@
 """From completions to the optimizer's tensors, with numbers worked out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from rlhpc.config.schema import ActorConfig, AlgorithmConfig
+from rlhpc.config.schema import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
 from rlhpc.data.types import Completion, Prompt, Trajectory
 from rlhpc.train.batch import RolloutBatch, prepare
 from rlhpc.train.loop import mini_batches, step_seed
@@ -76,6 +78,25 @@ def test_token_correction_is_capped(rollout: RolloutBatch) -> None:
     assert batch.fields["rollout_weights"][0].tolist() == pytest.approx([2.0, 2.0, 0.0])
 
 
+def test_what_is_rejected_or_truncated_leaves_the_loss_and_stays_in_the_group(rollout: RolloutBatch) -> None:
+    """The trainer gives the first token e times the rollout's probability; the third trajectory ran into the limit."""
+    cut = replace(
+        rollout.trajectories[2], completion=replace(rollout.trajectories[2].completion, finish_reason="length")
+    )
+    rollout = replace(rollout, trajectories=(*rollout.trajectories[:2], cut, rollout.trajectories[3]))
+    logprobs = [t.completion.logprobs.copy() for t in rollout.trajectories]
+    logprobs[0][0] += 1.0
+    plain = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
+    strict = replace(plain, mask_truncated_completions=True)
+    strict.rollout_correction = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=2.0)
+    batch = prepare(rollout, logprobs, None, strict, kl_in_loss=False)
+    assert batch.fields["loss_mask"].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0], [1, 0, 0]]
+    assert batch.advantages.tolist() == prepare(rollout, logprobs, None, plain, kl_in_loss=False).advantages.tolist()
+    assert batch.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 7)
+    assert [s.num_loss_tokens for s in rollout.sequences(**batch.fields)] == [1, 1, 0, 1]
+    assert [s.num_loss_tokens for s in rollout.sequences()] == [2, 1, 3, 1]
+
+
 def test_a_critics_values_are_the_baseline(rollout: RolloutBatch) -> None:
     """With gamma and lambda 1 a token's return is the reward still to come, and its advantage that less the value,
     whitened: 0.5, 0.75, -0.5, 0, 0, 0, 1 have mean 0.25 and variance 1.625 / 6."""
@@ -110,7 +131,8 @@ def test_shuffled_mini_batches_repeat_with_the_seed_and_cover_everything(rollout
 
 
 def test_step_seeds_differ_between_steps_and_runs() -> None:
-    seeds = {step_seed(run, step) for run in range(20) for step in range(200)}
-    assert len(seeds) == 4000
+    seeds = {step_seed(run, step, batch) for run in range(20) for step in range(200) for batch in range(3)}
+    assert len(seeds) == 12000
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert step_seed(1, 12) != step_seed(11, 2)  # no concatenation of digits
+    assert step_seed(0, 1) == 8724540124617128742  # what earlier runs sampled with

@@ -217,6 +217,7 @@ def test_refused_before_anything_starts(
             {"data": {"train_batch_size": 16}},
             r"data\.train_batch_size=16, but .*step-000020 .* drawn with 8; set that, or",
         ),
+        ({"data": {"gen_batch_size": 4}}, r"data\.gen_batch_size=4, but .* drawn with 8; set that, or"),
         ({"seed": 5}, r"^seed=5, but .* drawn with 0"),
         ({"data": {"shuffle": False}}, r"data\.shuffle=false, but .* drawn with true"),
         ({"trainer": {"total_training_steps": 20}}, "total_training_steps=20 leaves nothing to train: .* of step 20"),
