@@ -214,7 +214,7 @@ class Decoder(GPTModel):
         """Hidden states [T / tp, 1, H] for the next stage, or the last stage's final ones, in `packed.order`."""
         self._route(packed)
         filler = self._filler_mask(packed) if self.config.moe_aux_loss_coeff else None
-        return super().forward(
+        hidden = super().forward(
             packed.input_ids, packed.position_ids, None, packed_seq_params=packed, padding_mask=filler
         )
         if packed.routing and hidden.requires_grad:  # other microbatches may come before the backward recomputes this
