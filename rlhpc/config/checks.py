@@ -184,7 +184,17 @@ def _model(case: _Case) -> Iterator[str]:
         yield f"{_ROLLOUT}: vLLM's CPU build has no attention for head_dim={facts.head_dim}, only for {supported}"
     yield from _attention(case)
     yield from _recompute(case)
+    yield from _replay(case)
     yield from (_experts if facts.num_experts else _dense_mlp)(case)
+
+
+def _replay(case: _Case) -> Iterator[str]:
+    ref = case.cfg.actor_rollout_ref
+    if (mode := ref.actor.megatron.router_replay.mode) != "disabled" and not ref.rollout.enable_rollout_routing_replay:
+        yield (
+            f"{_MEGATRON}.router_replay.mode={mode} needs {_ROLLOUT}.enable_rollout_routing_replay=true; "
+            "or set disabled"
+        )
 
 
 def _attention(case: _Case) -> Iterator[str]:
@@ -230,12 +240,14 @@ def _dense_mlp(case: _Case) -> Iterator[str]:
     for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
         if (size := getattr(megatron, name)) != 1:
             yield f"{_MEGATRON}.{name}={size} needs a mixture of experts, this model has none; set 1"
-    for name, value, off in (
-        ("moe_aux_loss_coeff", megatron.moe_aux_loss_coeff, "0"),
-        ("freeze_moe_router", megatron.freeze_moe_router, "false"),
+    keeps_routing = case.cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    for key, value, off in (
+        (f"{_MEGATRON}.moe_aux_loss_coeff", megatron.moe_aux_loss_coeff, "0"),
+        (f"{_MEGATRON}.freeze_moe_router", megatron.freeze_moe_router, "false"),
+        (f"{_ROLLOUT}.enable_rollout_routing_replay", keeps_routing, "false"),
     ):
         if value:
-            yield f"{_MEGATRON}.{name}={str(value).lower()} needs a mixture of experts, this model has none; set {off}"
+            yield f"{key}={str(value).lower()} needs a mixture of experts, this model has none; set {off}"
     trainer_tp = megatron.tensor_model_parallel_size
     yield from _must_divide(f"{_MEGATRON}.tensor_model_parallel_size", trainer_tp, "intermediate_size", width)
     yield from _must_divide(_ROLLOUT_TP, rollout_tp, "intermediate_size", width)

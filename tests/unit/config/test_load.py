@@ -154,6 +154,7 @@ def test_verl_key_that_says_what_is_done_anyway(key, value):
         ("actor_rollout_ref.actor.grad_clip", 1.0, "set actor_rollout_ref.actor.optim.clip_grad"),
         ("actor_rollout_ref.ref.megatron.param_offload", False, "set actor_rollout_ref.actor.megatron.param_offload"),
         ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size", 2, "the actor's layout"),
+        ("actor_rollout_ref.actor.router_replay.mode", "R3", "set actor_rollout_ref.actor.megatron.router_replay.mode"),
         ("actor_rollout_ref.rollout.engine_kwargs", {"vllm": {"a": 1}}, "only the keys of"),
         ("algorithm.filter_groups.max_inflight_gen_batches", 2, "set 1"),
         ("algorithm.kl_ctrl.target_kl", 0.1, "only the fixed KL controller"),
