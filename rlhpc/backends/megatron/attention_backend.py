@@ -25,6 +25,7 @@ BACKENDS = (AttnBackend.fused, AttnBackend.flash, AttnBackend.local)  # the fast
 KEY = "actor_rollout_ref.actor.megatron.attention_backend"
 # What Megatron sets for AttnBackend.fused: Transformer Engine then takes cuDNN's or none.
 FUSED_ALONE = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"}
+GIVEN = {name: os.environ.get(name) for name in FUSED_ALONE}  # by the user, before Megatron sets them
 
 
 class Heads(NamedTuple):
@@ -51,6 +52,7 @@ def attention_backend(wanted: str, device: torch.device, dtype: torch.dtype, hea
     The rank's log says what was taken, and what a faster one needs. Raises ConfigError for an unknown name, and for one
     whose needs aren't met.
     """
+    _restore_environment()  # Megatron refuses what a trainer before this one in the process made it set
     lacks = {backend.name: _lacks(backend, device, dtype, heads) for backend in BACKENDS}
     if wanted not in ("auto", *lacks):
         raise ConfigError(f"{KEY}={wanted!r} is unknown; choose auto, {', '.join(lacks)}")
@@ -63,6 +65,13 @@ def attention_backend(wanted: str, device: torch.device, dtype: torch.dtype, hea
     faster = [name for name in lacks if wanted == "auto" and lacks[name]]
     print("; ".join([f"attention: {chosen}", *(f"{name} needs {lacks[name]}" for name in faster)]), flush=True)
     return AttnBackend[chosen]
+
+
+def _restore_environment() -> None:
+    for name, value in GIVEN.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, heads: Heads) -> str:
@@ -94,8 +103,7 @@ def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, heads
 def _trial(device: torch.device, dtype: torch.dtype, heads: Heads) -> str:
     """What Transformer Engine's attention lacks though it is installed, "" when it runs: two short sequences, forward
     and backward, must give what torch's do. It is at the mercy of the cuDNN that the process has loaded."""
-    usual = {name: os.environ[name] for name in FUSED_ALONE if name in os.environ}
-    if other := [f"{name}={value}" for name, value in usual.items() if value != FUSED_ALONE[name]]:
+    if other := [f"{name}={value}" for name, value in GIVEN.items() if value not in (None, FUSED_ALONE[name])]:
         return f"an environment without {' '.join(other)}"
     generator = torch.Generator(device).manual_seed(0)
     *inputs, gradient = (
@@ -114,8 +122,7 @@ def _trial(device: torch.device, dtype: torch.dtype, heads: Heads) -> str:
     except (RuntimeError, ValueError, AssertionError) as failure:
         return f"a Transformer Engine that runs here ({type(failure).__name__}: {str(failure).strip()})"
     finally:
-        for name in FUSED_ALONE.keys() - usual.keys():
-            del os.environ[name]
+        _restore_environment()
     return "" if error < 0.02 else f"a Transformer Engine whose attention is right (off by {error:.2%} of its norm)"
 
 

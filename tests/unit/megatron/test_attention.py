@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import numpy as np
@@ -144,3 +145,9 @@ def test_a_backend_that_cannot_run_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"actor.megatron.attention_backend{why.removeprefix('attention_backend')}"):
         attention_backend(wanted, device, dtype, Heads(8, 2, head_dim))
+
+
+def test_a_second_trainer_in_a_process_is_free_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")  # what Megatron leaves there for local, and takes no flash beside
+    attention_backend("local", CPU, torch.float32, Heads(8, 2, 64))
+    assert "NVTE_FLASH_ATTN" not in os.environ
