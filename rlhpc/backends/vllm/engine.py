@@ -42,6 +42,9 @@ from rlhpc.train.protocols import SamplingSpec, WeightSink
 logger = logging.getLogger(__name__)
 
 INTERRUPTIBLE_BATCHES = 32  # under a second of decoding
+# After the start, the first generation and the first update, which compiles. What lives then, a million objects of
+# vLLM, torch and Megatron, lives on; to look through it for garbage again takes 0.4 s of every later sleep.
+LONG_LIVED_SLEEPS = 3
 
 
 def cudagraph_capture_sizes(max_num_seqs: int) -> list[int]:
@@ -143,6 +146,7 @@ class VllmEngine:
         self._has_tokenizer = not arguments["skip_tokenizer_init"]
         self._can_sleep = device == "cuda" and rollout.free_cache_engine
         self._asleep: set[str] = set()
+        self._num_sleeps = 0
         self._llm = self._launch(arguments, cfg.seed)
         if cfg.reshard.sink == "reference":
             whole = whole_tensors(family.canonical_tensors(hf_config), model.dtype, world_size)
@@ -260,7 +264,10 @@ class VllmEngine:
         if not self._can_sleep:
             _say_once_that_it_stays_awake(self._device)
         elif not self._asleep:
-            self._llm.sleep(level=2)
+            self._llm.sleep(level=2)  # collects garbage at its end
+            self._num_sleeps += 1
+            if self._num_sleeps <= LONG_LIVED_SLEEPS:
+                gc.freeze()
             self._asleep = {"weights", "kv_cache"}
 
     def wake(self, what: str) -> None:
