@@ -7,7 +7,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 inputs=$(realpath "${1:?usage: verl.sh INPUTS OUT [OVERRIDE...]}"); out=$(realpath -m "${2:?OUT}"); shift 2
 mkdir -p "$out"
-export VERL_FILE_LOGGER_PATH="$out/metrics.jsonl" PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+export RAY_ADDRESS=local VERL_FILE_LOGGER_PATH="$out/metrics.jsonl" PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 exec python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
     actor_rollout_ref.model.path="$inputs/model" \
