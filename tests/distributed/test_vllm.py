@@ -19,7 +19,7 @@ from rlhpc.data.types import Completion
 from rlhpc.reshard.families import family_for
 from tests.distributed import vllm_ranks
 from tests.distributed.ranks import run_ranks
-from tests.distributed.vllm_reference import Logits, expected, processed_logprobs, transformers_logits
+from tests.distributed.vllm_reference import Logits, assert_routed, expected, processed_logprobs, transformers_logits
 from tests.hf_files import read_tensors
 from tests.saved_runs import write_checkpoint, write_run
 from tests.tiny_model import write_tiny_model
@@ -42,7 +42,7 @@ SPECS = {
     "top_p": vllm_ranks.spec(n=2, top_p=0.6),
     "both": vllm_ranks.spec(n=2, temperature=0.8, top_k=20, top_p=0.7),
     "greedy": vllm_ranks.spec(temperature=0.0),
-    "stopping": vllm_ranks.spec(n=16, temperature=2.0, max_response_length=64, ignore_eos=False),
+    "stopping": vllm_ranks.spec(n=16, temperature=2.0, max_response_length=64, ignore_eos=False, routing=True),
 }
 
 
@@ -107,6 +107,15 @@ def test_eos_stops_and_is_kept_and_length_limits(rolled: list[dict[str, Any]]) -
             assert not any(eos) and len(answer.token_ids) == 64
     ignoring: list[Completion] = rolled[0]["samples"]["plain"][0]
     assert {(len(answer.token_ids), answer.finish_reason) for answer in ignoring} == {(16, "length")}
+
+
+def test_experts_of_every_token_also_of_cached_prompts(rolled: list[dict[str, Any]], models: tuple[Path, Path]) -> None:
+    """The 16 samples of a prompt share the blocks of 128 tokens that the first of them computed."""
+    (answers, _), (of_second_rank, _) = (rank["samples"]["stopping"] for rank in rolled)
+    prompts = dict(PROMPTS)
+    assert max(map(len, prompts.values())) > 128
+    assert_routed(models[0], [([*prompts[a.prompt_id], *a.token_ids], a.experts) for a in answers])
+    assert all(answer.experts is None for answer in [*of_second_rank, *rolled[0]["samples"]["plain"][0]])
 
 
 def test_tensor_parallel_ranks_sample_the_same_with_generators_apart(rolled: list[dict[str, Any]]) -> None:
@@ -239,6 +248,9 @@ def test_recorded_logprobs_are_vllms_own_however_it_schedules(models: tuple[Path
     assert tight["ours"]["batches"] > 1.5 * roomy["ours"]["batches"]
     check_distributions(roomy["ours"], tight["ours"], nats=1e-4)
     assert tight["ours"]["tokens"] == roomy["ours"]["tokens"]  # neither scheduling nor export changes an answer
+    for one in (roomy["ours"], tight["ours"]):
+        asked = zip(one["prompts"], one["tokens"], one["experts"], strict=True)
+        assert_routed(models[0], [([*prompt, *tokens], experts) for (_, prompt), tokens, experts in asked])
     lengths = {len(tokens) for tokens in roomy["ours"]["tokens"]}
     assert 61 in lengths and len(lengths) > 1  # some were stopped
 

@@ -152,7 +152,7 @@ def error_of(call: Callable[[], Any]) -> str:
 def rollout(model_dir: str, prompts: Prompts, specs: dict[str, SamplingSpec]) -> dict[str, Any]:
     """One engine through everything that `generate` promises; test_vllm.py judges what comes back."""
     rank = int(os.environ["RANK"])
-    with engine(model_dir, 2, "rlhpcrollout") as running:
+    with engine(model_dir, 2, "rlhpcrollout", enable_rollout_routing_replay=True) as running:
         result: dict[str, Any] = {"buffers": {k: tuple(v.shape) for k, v in running.begin_publish().items()}}
         running.end_publish(0)
         publish(running, model_dir)
@@ -198,7 +198,9 @@ def recorded(model_dir: str, device: str, dtype: str, num_blocks: int | None, **
 
     from rlhpc.backends.vllm import private
     from rlhpc.backends.vllm.engine import engine_arguments
+    from rlhpc.backends.vllm.routing import Routing, chosen_experts
     from rlhpc.backends.vllm.samples import Samples, split_by_request
+    from rlhpc.reshard.families import model_facts
 
     class Watched(Samples):
         def __init__(self, *args: Any) -> None:
@@ -217,7 +219,8 @@ def recorded(model_dir: str, device: str, dtype: str, num_blocks: int | None, **
     # The model's own weights: under vLLM's dummies all tokens are equally likely, and answers depend on the seed alone.
     arguments = engine_arguments(cfg, Path(model_dir), device)
     arguments |= {"num_gpu_blocks_override": num_blocks, "load_format": "auto"}
-    with private.launching(f"rlhpcrecorded{os.getpid()}"):
+    chosen = chosen_experts(model_facts(json.loads(Path(model_dir, "config.json").read_text())))
+    with private.launching(f"rlhpcrecorded{os.getpid()}"), chosen.of_new_engine():
         llm = private.LLM(**arguments)
     rng = np.random.default_rng(0)
     lengths = (40, 70, 100, 110, 120, 125, 60, 90, 115, 119, 123, 127)
@@ -231,10 +234,20 @@ def recorded(model_dir: str, device: str, dtype: str, num_blocks: int | None, **
     seeds = np.arange(len(prompts)) * 7**20
     result: dict[str, Any] = {}
     for name in ("vllm's draws", "ours", "again"):
-        samples = Watched(private.Batch(llm), seeds)
+        samples, routing = Watched(private.Batch(llm), seeds), Routing(private.Batch(llm), chosen, bytes_on_device=9000)
+
+        def record(*sampled: torch.Tensor, samples: Watched = samples, routing: Routing = routing) -> None:
+            samples.record(*sampled)
+            routing.record(*sampled)
+
         llm.reset_prefix_cache()
-        with private.sampling(llm, None if name == "vllm's draws" else samples.draw, samples.record):
+        with private.sampling(llm, None if name == "vllm's draws" else samples.draw, record):
             outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        answers = [
+            Completion(row, 0, np.array(output.token_ids, np.int32), np.zeros(0, np.float32), "length")
+            for row, output in enumerate(outputs)
+        ]
+        asked = [(row, prompt["prompt_token_ids"]) for row, prompt in enumerate(prompts)]
         batches = [set(rows.tolist()) for rows in samples._rows]
         seen = [[row in batch for batch in batches] for row in range(len(prompts))]
         rows, positions = np.concatenate(samples._rows), np.concatenate(samples._positions)
@@ -245,6 +258,8 @@ def recorded(model_dir: str, device: str, dtype: str, num_blocks: int | None, **
             "tokens": [list(output.token_ids) for output in outputs],
             "logprobs": [list(output.logprobs.logprobs) for output in outputs],
             "recorded": samples.by_request(),
+            "prompts": asked,
+            "experts": [answer.experts for answer in routing.added_to(answers, asked)],
             "preempted": sum(np.diff(np.flatnonzero(batch)).max(initial=1) > 1 for batch in seen),
             "batches": len(batches),
         } | {

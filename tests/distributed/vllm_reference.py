@@ -29,6 +29,29 @@ def transformers_logits(model_dir: Path, dtype: str = "float32") -> Logits:
     return logits
 
 
+def assert_routed(model_dir: Path, sequences: Sequence[tuple[Sequence[int], np.ndarray]]) -> None:
+    """Experts [T - 1, layers, k] of token ids [T] are those that Transformers' routers choose in float64, wherever they
+    are decided by more than the rounding of float32: nearly everywhere."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, experts_implementation="eager"
+    ).double()
+    decided = []
+    for token_ids, experts in sequences:
+        with torch.no_grad():
+            found = model(torch.tensor([list(token_ids)]), output_router_logits=True).router_logits
+        logits, k = torch.stack(list(found), dim=1)[:-1].numpy(), experts.shape[-1]
+        assert experts.shape == (*logits.shape[:2], k)
+        order = np.argsort(-logits, axis=-1)
+        ranked = np.take_along_axis(logits, order, -1)
+        clear = ranked[..., k - 1] - ranked[..., k] > 1e-5
+        np.testing.assert_array_equal(np.sort(experts)[clear], np.sort(order[..., :k])[clear])
+        decided.append(clear.ravel())
+    assert np.concatenate(decided).mean() > 0.999
+
+
 def processed_logprobs(logits: np.ndarray, sampling: SamplingSpec) -> np.ndarray:
     """The distribution that is sampled from: tempered, cut to the top k, then to the smallest set of mass top_p."""
     scaled = logits / (sampling.temperature or 1.0)

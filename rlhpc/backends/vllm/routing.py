@@ -15,7 +15,7 @@ from rlhpc.data.types import Completion, expert_dtype
 from rlhpc.errors import EngineError
 from rlhpc.reshard.families import ModelFacts
 
-BYTES_ON_DEVICE = 64 * 2**20  # then they move to host memory
+BYTES_ON_DEVICE = 64 * 2**20
 
 
 def chosen_experts(facts: ModelFacts) -> private.ChosenExperts:
@@ -25,10 +25,12 @@ def chosen_experts(facts: ModelFacts) -> private.ChosenExperts:
 
 class Routing:
     """The experts of one call's tokens. Like the logprobs they stay tensors until the call ends: a step costs a copy on
-    the device, and every BYTES_ON_DEVICE one to the host."""
+    the device, and every `bytes_on_device` one to the host."""
 
-    def __init__(self, batch: private.Batch, chosen: private.ChosenExperts) -> None:
-        self._batch, self._chosen = batch, chosen
+    def __init__(
+        self, batch: private.Batch, chosen: private.ChosenExperts, bytes_on_device: int = BYTES_ON_DEVICE
+    ) -> None:
+        self._batch, self._chosen, self._bytes_on_device = batch, chosen, bytes_on_device
         self._rows: list[np.ndarray] = []
         self._positions: list[np.ndarray] = []
         self._on_device: list[torch.Tensor] = []
@@ -45,7 +47,7 @@ class Routing:
         experts = self._chosen.ids[:num_tokens].clone()
         self._on_device.append(experts)
         self._num_bytes += experts.nbytes
-        if self._num_bytes > BYTES_ON_DEVICE:
+        if self._num_bytes > self._bytes_on_device:
             self._to_host()
 
     def _to_host(self) -> None:

@@ -113,6 +113,26 @@ def test_a_filler_takes_the_place_that_no_sequence_can():
     assert split_by_sequence(torch.ones(2), filler) == {}
 
 
+def test_experts_go_with_their_tokens_and_through_a_pickle():
+    """Of the last token of a sequence there are none; a filler has those of its tokens."""
+    made = []
+    for i, length in enumerate((3, 2, 4)):
+        experts = np.arange(2 * (length - 1), dtype=np.int16).reshape(-1, 1, 2) + 100 * (i + 1)
+        made.append(TokenSequence(i, np.arange(length, dtype=np.int32), 1, experts=experts))
+    ranks = pack(made, dp_size=2, max_tokens=4)
+    wanted = {
+        0: [[100, 101], [102, 103], [0, 0]], 1: [[200, 201], [0, 0]], 2: [[300, 301], [302, 303], [304, 305], [0, 0]],
+        -1: [[100, 101], [0, 0]],
+    }  # fmt: skip
+    for batch in (batch for rank in ranks for batch in rank):
+        again = pickle.loads(pickle.dumps(batch))
+        assert again.experts.dtype == torch.int16 and torch.equal(again.experts, batch.experts)
+        assert batch.experts[:, 0].tolist() == [row for i in batch.sequence_ids.tolist() for row in wanted[i]]
+    assert {i for rank in ranks for batch in rank for i in batch.sequence_ids.tolist()} == {-1, 0, 1, 2}
+    plain = pack([sequence(0, 3)], dp_size=1, max_tokens=4)[0][0]
+    assert pickle.loads(pickle.dumps(plain)).experts is None
+
+
 def test_attention_cost_pairs_long_sequences_with_fewer_tokens():
     # Tokens alone: 8 | 4+4. With quadratic_tokens=4 a length L costs L + L^2/4: 8 -> 24, 4 -> 8, 1 -> 1.25.
     lengths = [8, 4, 4, 1, 1, 1, 1]
@@ -133,9 +153,12 @@ def test_errors_name_value_limit_and_fix():
 
 def test_sequence_of_a_trajectory():
     prompt = Prompt(3, "ab", np.array([1, 2], np.int32), "4", "arithmetic")
-    completion = Completion(3, 0, np.array([7, 8, 9], np.int32), np.zeros(3, np.float32), "stop")
+    experts = np.zeros((4, 3, 2), np.uint8)
+    completion = Completion(3, 0, np.array([7, 8, 9], np.int32), np.zeros(3, np.float32), "stop", experts)
     made = TokenSequence.of(5, Trajectory(prompt, completion, "", 1.0, "ok"))
     assert (made.sequence_id, made.token_ids.tolist(), made.prompt_len) == (5, [1, 2, 7, 8, 9], 2)
+    assert made.experts is None
+    assert TokenSequence.of(5, Trajectory(prompt, completion, "", 1.0, "ok"), routed=True).experts is experts
 
 
 @st.composite

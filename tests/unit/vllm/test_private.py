@@ -184,3 +184,23 @@ def test_environment_is_set_before_vllm_is_imported() -> None:
 
     assert os.environ.keys() >= DEFAULTS.keys()
     assert not vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING and not vllm.envs.VLLM_USE_V2_MODEL_RUNNER
+
+
+def test_routers_tell_what_they_choose() -> None:
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert private.MoERunner is MoERunner and isinstance(MoERunner.layer_id, property)
+    assert isinstance(MoERunner._quant_method, property), "MoERunner._quant_method is gone"
+    assert "self.router.select_experts(" in inspect.getsource(MoERunner), "MoERunner chooses experts otherwise"
+    assert parameters(private.BaseRouter.set_capture_fn) == ["self", "capture_fn"]
+    source = inspect.getsource(private.BaseRouter)
+    at = [
+        source.index(text) for text in ("= self._compute_routing(", "self.capture_fn(topk_ids)", "_apply_eplb_mapping(")
+    ]
+    assert at[0] < at[1] < source.index("topk_ids = self._apply_eplb_mapping(topk_ids)"), "routers tell other numbers"
+    # Before the model runs for the first time: graphs are captured later.
+    assert "kv_cache_config" in parameters(GPUModelRunner.initialize_kv_cache)
+    source = inspect.getsource(GPUModelRunner)
+    assert "self.scheduler_config =" in source and "self.query_start_loc.np[1 : num_reqs + 1] = cu_num_tokens" in source
+    assert "self.input_batch.num_computed_tokens_cpu[req_index] = num_computed_tokens" in source

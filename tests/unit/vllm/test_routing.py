@@ -1,0 +1,44 @@
+"""Every token's experts from what an engine was fed, by hand."""
+
+import numpy as np
+import pytest
+
+from rlhpc.backends.vllm.routing import whole_routing
+from rlhpc.data.types import expert_dtype
+from rlhpc.errors import EngineError
+
+
+def experts(*values: int) -> np.ndarray:
+    """One layer, one expert of a token."""
+    return np.array(values, np.uint8).reshape(-1, 1, 1)
+
+
+def test_what_the_prefix_cache_answered_is_taken_from_who_computed_it() -> None:
+    tokens = [np.array(ids, np.int32) for ids in ([1, 2, 3, 4, 9], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8, 9])]
+    # The third lacks six tokens: four of them the second lacks too, which the first has.
+    positions = [np.arange(0, 4), np.arange(4, 6), np.arange(6, 7)]
+    found = [experts(10, 11, 12, 13), experts(24, 25), experts(36)]
+    whole = whole_routing(positions, found, tokens)
+    assert [routing.ravel().tolist() for routing in whole] == [
+        [10, 11, 12, 13], [10, 11, 12, 13, 24, 25], [10, 11, 12, 13, 24, 25, 36],
+    ]  # fmt: skip
+
+
+def test_tokens_fed_after_the_end_of_an_answer_are_left_out() -> None:
+    [whole] = whole_routing([np.arange(5)], [experts(0, 1, 2, 3, 4)], [np.array([7, 8, 9])])
+    assert whole.ravel().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("positions", "tokens"),
+    [([0, 1, 3], [1, 2, 3, 4, 5]), ([2, 3], [1, 2, 3, 4, 5])],
+    ids=["a gap", "nobody computed the beginning"],
+)
+def test_a_token_that_nobody_was_seen_to_route_is_no_guess(positions: list[int], tokens: list[int]) -> None:
+    found = [experts(*positions), experts(1)]
+    with pytest.raises(EngineError, match=r"request 0: .*set .*enable_rollout_routing_replay=false"):
+        whole_routing([np.array(positions), np.array([0])], found, [np.array(tokens), np.array([1, 3])])
+
+
+def test_experts_are_kept_in_as_few_bytes_as_torch_can_index() -> None:
+    assert [expert_dtype(number) for number in (8, 256, 257, 512)] == [np.uint8, np.uint8, np.int16, np.int16]
