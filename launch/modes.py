@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from rlhpc.config.checks import check_run
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError
+from rlhpc.train.model_files import check_model_files
 from rlhpc.train.start import check_start, describe_start
 
 
@@ -57,17 +58,6 @@ def allocation(cfg: RunConfig) -> int:
     sys.stdout.flush()
     os.environ["PYTHONUNBUFFERED"] = "1"
     os.execv(sys.executable, [sys.executable, "-m", "rlhpc.cluster.batch", cfg.run_dir])
-
-
-def check_model_files(cfg: RunConfig, model_config: dict[str, Any]) -> None:
-    """Raises ModelError where weights are missing or truncated, or nothing ends an answer."""
-    from rlhpc.config.model_dir import eos_token_ids
-    from rlhpc.reshard.families import family_for
-    from rlhpc.reshard.hf import check_hf
-
-    model_dir = Path(cfg.actor_rollout_ref.model.path)
-    check_hf(model_dir, family_for(model_config).canonical_tensors(model_config))
-    eos_token_ids(model_dir, model_config)
 
 
 def refuse_taken(cfg: RunConfig, model_config: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any
 
-from launch.modes import check_model_files, refuse_taken
+from launch.modes import refuse_taken
 from launch.submit import checked, plans, scripts, tell
 from rlhpc.cli.resume import finished
 from rlhpc.cluster import submission
@@ -17,6 +17,7 @@ from rlhpc.cluster.submission import shown_path
 from rlhpc.config.checks import check_run
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError, RlhpcError
+from rlhpc.train.model_files import check_model_files
 from rlhpc.train.start import check_start
 
 
@@ -45,8 +46,10 @@ def submit_sweep(points: Sequence[Point]) -> int:
         print(plans(runs, models))
         print(*scripts(arrays_of(runs, sweep_dir, limit)), sep="\n", end="")
         return 0
-    models_by_path = {cfg.actor_rollout_ref.model.path: (cfg, model) for cfg, model in zip(runs, models, strict=True)}
-    for cfg, model_config in models_by_path.values():
+    by_paths = {
+        (c.actor_rollout_ref.model.path, c.critic.model.path): (c, m) for c, m in zip(runs, models, strict=True)
+    }
+    for cfg, model_config in by_paths.values():
         check_model_files(cfg, model_config)
     for cfg, model_config in zip(runs, models, strict=True):
         check_start(cfg, model_config)

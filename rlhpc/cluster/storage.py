@@ -93,6 +93,8 @@ def filesystem(path: Path, mounts: str | None = None) -> str:
 def _paths(cfg: RunConfig) -> Iterator[tuple[str, Path]]:
     yield "run_dir", Path(cfg.run_dir)
     yield "actor_rollout_ref.model.path", Path(cfg.actor_rollout_ref.model.path)
+    if cfg.critic.model.path:
+        yield "critic.model.path", Path(cfg.critic.model.path)
     if cfg.trainer.default_local_dir:
         yield "trainer.default_local_dir", Path(cfg.trainer.default_local_dir)
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):

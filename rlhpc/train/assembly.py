@@ -14,18 +14,17 @@ from rlhpc.cluster.attempt import Attempt
 from rlhpc.cluster.placement import Placement
 from rlhpc.cluster.stop import StopFlag
 from rlhpc.config.checks import device_of
-from rlhpc.config.critic import critic_model_config, needs_critic
-from rlhpc.config.model_dir import eos_token_ids, read_model_config
+from rlhpc.config.model_dir import read_model_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.cursor import PromptCursor
 from rlhpc.data.dataset import PromptDataset, load_prompts
 from rlhpc.errors import ConfigError, ModelError
 from rlhpc.metrics.reporter import Reporter
-from rlhpc.reshard.families import family_for
-from rlhpc.reshard.hf import check_hf
+from rlhpc.reshard.families import model_facts
 from rlhpc.rewards import RewardPool
 from rlhpc.rewards.overlong import overlong_penalty
 from rlhpc.train.context import Run
+from rlhpc.train.model_files import check_model_files
 from rlhpc.train.progress import Progress
 from rlhpc.train.ranks import Ranks
 from rlhpc.train.saver import Saver
@@ -102,14 +101,8 @@ def assembled(
 def load_data(cfg: RunConfig, directory: Path) -> tuple[Any, PromptDataset, PromptDataset | None]:
     """The tokenizer, the prompts to train on and those held out, after the model's directory, the run's identity and
     what it starts from were checked."""
-    model_dir = Path(cfg.actor_rollout_ref.model.path)
-    model_config = read_model_config(model_dir)
-    family = family_for(model_config)
-    check_hf(model_dir, family.canonical_tensors(model_config))
-    eos_token_ids(model_dir, model_config)  # for its refusal: the ranks read them
-    if needs_critic(cfg) and cfg.critic.model.path is not None:
-        critic_config = critic_model_config(cfg, model_config)
-        check_hf(Path(cfg.critic.model.path), family_for(critic_config).canonical_tensors(critic_config))
+    model_config = read_model_config(cfg.actor_rollout_ref.model.path)
+    check_model_files(cfg, model_config)
     check_start(cfg, model_config)
     check_identity(directory, cfg.tree(), model_config, trained=has_trained(directory))
     tokenizer = load_tokenizer(cfg)
@@ -118,7 +111,7 @@ def load_data(cfg: RunConfig, directory: Path) -> tuple[Any, PromptDataset, Prom
     if held_out is not None and cfg.data.val_max_samples > 0:
         held_out = held_out.head(cfg.data.val_max_samples)
     for prompts in filter(None, (dataset, held_out)):
-        prompts.check_tokens(family.model_facts(model_config).vocab_size)
+        prompts.check_tokens(model_facts(model_config).vocab_size)
     return tokenizer, dataset, held_out
 
 

@@ -65,6 +65,12 @@ def test_memory_of_this_machine_is_seen_by_no_node(tmp_path):
     assert refused(config("/dev/shm/run"), elsewhere=True) == [
         "run_dir=/dev/shm/run is in this machine's memory (tmpfs), which no node sees; use a shared file system"
     ]
+    cfg = config(tmp_path)
+    cfg.critic.model.path = "/dev/shm/critic"
+    assert refused(cfg, elsewhere=True) == [
+        "critic.model.path=/dev/shm/critic is in this machine's memory (tmpfs), which no node sees; use a shared file "
+        "system"
+    ]
     assert list(cautions(config(tmp_path), elsewhere=False)) == []
 
 

@@ -18,6 +18,7 @@ from rlhpc.checkpoint.origin import Origin, find_origin
 from rlhpc.config.load import load
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import CheckpointError, ConfigError, ModelError, RlhpcError
+from rlhpc.train.model_files import check_model_files
 from rlhpc.train.start import check_start, describe_start
 from tests.hf_files import read_tensors
 from tests.saved_runs import write_checkpoint, write_run
@@ -269,3 +270,14 @@ def test_a_whole_state_goes_on_only_with_the_critic_that_it_has(world: Path) -> 
     cfg.critic.model.path = str(write_tiny_model(world / "deeper", num_hidden_layers=3))
     with pytest.raises(ModelError, match=r"the critic in \S+ is of another model .*: it has no critic\.model\.lay"):
         check_start(cfg, model_config(world))
+
+
+def test_files_of_a_critic_are_looked_at_too(world: Path) -> None:
+    cfg = config(world, algorithm={"adv_estimator": "gae"}, critic={"model": {"path": str(world / "critic")}})
+    shutil.copytree(world / "model", world / "critic")
+    check_model_files(cfg, model_config(world))
+    os.truncate(world / "critic/model.safetensors", 10_000)
+    with pytest.raises(ModelError, match=r"critic/model.safetensors .* truncated or damaged"):
+        check_model_files(cfg, model_config(world))
+    cfg.algorithm.adv_estimator = "grpo"
+    check_model_files(cfg, model_config(world))
