@@ -10,6 +10,7 @@ from typing import Any
 from rlhpc.config.checks import device_of
 from rlhpc.config.critic import Critic, critic_model_config, needs_critic
 from rlhpc.config.parallel import trainer_layout
+from rlhpc.config.schedule import updates_per_step
 from rlhpc.config.schema import RunConfig
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
@@ -156,7 +157,6 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
     total, active = parameter_counts(model_config)
     replicas = layout.world_size // ref.rollout.tensor_model_parallel_size
     batch = cfg.data.train_batch_size
-    updates = batch // ref.actor.ppo_mini_batch_size * ref.actor.ppo_epochs
     model = f"{model_config['model_type']}, {ref.model.dtype}"
     yield f"model     {model}, {total:,} parameters, {active:,} per token"
     if needs_critic(cfg):
@@ -170,12 +170,20 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
     yield f"rollout   {replicas} replicas of tp={tp} ep={ep}"
     yield (
         f"step      {batch} prompts * n={ref.rollout.n} = {batch * ref.rollout.n} trajectories, "
-        f"{updates} optimizer steps"
+        f"{updates_per_step(cfg, ref.actor)} optimizer steps{_of_critic(cfg)}"
     )
     yield f"writes    {cfg.run_dir}"
     yield ""
     yield from _memory_table(rank_memory(cfg, model_config))
     yield from _node_table(node_memory(cfg, model_config, device := device_of(cfg)), device)
+
+
+def _of_critic(cfg: RunConfig) -> str:
+    if not needs_critic(cfg):
+        return ""
+    warmup = cfg.trainer.critic_warmup
+    alone = f"; steps before {warmup} train the critic alone" if warmup > 1 else ""
+    return f", the critic's {updates_per_step(cfg, Critic.of(cfg))} before them{alone}"
 
 
 def _memory_table(memory: Sequence[RankMemory]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from rlhpc.config.in_place import in_place_experts
 from rlhpc.config.keeping import kept_checkpoints
 from rlhpc.config.model_dir import fix_path, read_model_config
 from rlhpc.config.ranges import out_of_range, unknown_names
+from rlhpc.config.schedule import schedule_problems
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError, DataError
 from rlhpc.layout.parallel import divisors
@@ -341,12 +342,7 @@ def _trainer(case: _Case) -> Iterator[str]:
         yield f"resume.what={resume.what} needs something to take from; set resume.from, or resume.what=all"
     if trainer.test_freq > 0 and not data.val_files:
         yield f"trainer.test_freq={trainer.test_freq} needs data.val_files; give them, or set test_freq=-1"
-    for key, optim in ((_ACTOR, actor.optim), ("critic", case.cfg.critic.optim)):
-        if optim.lr_decay_style != "constant" and trainer.total_training_steps is None:
-            yield (
-                f"{key}.optim.lr_decay_style={optim.lr_decay_style} must know where it ends; "
-                "set trainer.total_training_steps, or lr_decay_style=constant"
-            )
+    yield from schedule_problems(case.cfg)
     if not trainer.balance_batch:
         yield "trainer.balance_batch=false is not available: packing always evens out tokens; set true"
     if not actor.megatron.use_distributed_optimizer:

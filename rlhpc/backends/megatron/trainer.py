@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,8 @@ from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.pieces import CRITIC_PREFIX
 from rlhpc.config.critic import Critic, critic_model_config, needs_critic
 from rlhpc.config.parallel import trainer_layout
-from rlhpc.config.schema import ActorConfig, RunConfig
+from rlhpc.config.schedule import optimizer_steps
+from rlhpc.config.schema import RunConfig
 from rlhpc.data.types import PackedBatch
 from rlhpc.errors import ConfigError
 from rlhpc.layout.parallel import ParallelLayout
@@ -100,7 +100,7 @@ class MegatronTrainer:
                     parameter.requires_grad_(False)
         policy.replays_routing = actor.megatron.router_replay.mode == "R3"
         overlap = actor.megatron.overlap_grad_reduce
-        steps = _optimizer_steps(cfg, actor)
+        steps = optimizer_steps(cfg, actor)
         self.policy = TrainedModel(
             "actor", policy, source.specs, actor.optim, steps, overlap_grad_reduce=overlap, shared=shared
         )
@@ -152,7 +152,7 @@ class MegatronTrainer:
             self._build(ValueModel, source),
             specs,
             self._cfg.critic.optim,
-            _optimizer_steps(self._cfg, critic),
+            optimizer_steps(self._cfg, critic),
             overlap_grad_reduce=self._cfg.actor_rollout_ref.actor.megatron.overlap_grad_reduce,
             prefix=CRITIC_PREFIX,
         )
@@ -332,11 +332,3 @@ def _layout(cfg: RunConfig, world_size: int) -> ParallelLayout:
                 f"actor_rollout_ref.actor.megatron.{name}={getattr(megatron, name)} is not supported; set {allowed}"
             )
     return trainer_layout(cfg, world_size)
-
-
-def _optimizer_steps(cfg: RunConfig, model: ActorConfig | Critic) -> int | None:
-    """Optimizer steps of the whole run, if the config says how long it is; for the actor too those of a warm-up."""
-    if cfg.trainer.total_training_steps is None:
-        return None
-    per_step = math.ceil(cfg.data.train_batch_size / model.ppo_mini_batch_size) * model.ppo_epochs
-    return cfg.trainer.total_training_steps * per_step

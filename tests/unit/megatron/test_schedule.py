@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlhpc.backends.megatron.optimizer import _schedule
-from rlhpc.backends.megatron.trainer import _optimizer_steps
 from rlhpc.config.critic import Critic
+from rlhpc.config.schedule import optimizer_steps
 from rlhpc.config.schema import OptimConfig, RunConfig
 from rlhpc.errors import ConfigError
 
@@ -57,9 +57,9 @@ def test_steps_of_the_run() -> None:
     """10 training steps of 100 prompts in minibatches of 32, twice over: 10 * 4 * 2 updates; the critic's of 50."""
     cfg = RunConfig()
     actor = cfg.actor_rollout_ref.actor
-    assert _optimizer_steps(cfg, actor) is None
+    assert optimizer_steps(cfg, actor) is None
     cfg.trainer.total_training_steps, cfg.data.train_batch_size = 10, 100
     actor.ppo_mini_batch_size, actor.ppo_epochs = 32, 2
-    assert _optimizer_steps(cfg, actor) == _optimizer_steps(cfg, Critic.of(cfg)) == 80
+    assert optimizer_steps(cfg, actor) == optimizer_steps(cfg, Critic.of(cfg)) == 80
     cfg.critic.ppo_mini_batch_size, cfg.critic.ppo_epochs = 50, 1
-    assert _optimizer_steps(cfg, Critic.of(cfg)) == 20
+    assert optimizer_steps(cfg, Critic.of(cfg)) == 20
