@@ -17,6 +17,7 @@ SIZES = tuple(
     f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 )
 
+_MEGATRON = "actor_rollout_ref.actor.megatron"
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ class Critic:
     shuffle: bool
     cliprange_value: float
     loss_agg_mode: str
+    loss_scale_factor: float | None
     param_offload: bool | str
     optimizer_offload: bool | str
     grad_offload: bool
@@ -52,12 +54,15 @@ class Critic:
             ppo_mini_batch_size=_or(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size),
             ppo_micro_batch_size_per_gpu=critic.ppo_micro_batch_size_per_gpu,
             ppo_max_token_len_per_gpu=critic.ppo_max_token_len_per_gpu,
-            forward_micro_batch_size_per_gpu=critic.forward_micro_batch_size_per_gpu,
+            forward_micro_batch_size_per_gpu=_or(
+                critic.forward_micro_batch_size_per_gpu, critic.ppo_micro_batch_size_per_gpu
+            ),
             forward_max_token_len_per_gpu=_or(critic.forward_max_token_len_per_gpu, critic.ppo_max_token_len_per_gpu),
             ppo_epochs=_or(critic.ppo_epochs, actor.ppo_epochs),
             shuffle=_or(critic.shuffle, actor.shuffle),
             cliprange_value=critic.cliprange_value,
             loss_agg_mode=_or(critic.loss_agg_mode, actor.loss_agg_mode),
+            loss_scale_factor=_or(critic.loss_scale_factor, actor.loss_scale_factor),
             param_offload=_or(own.param_offload, actors.param_offload),
             optimizer_offload=_or(own.optimizer_offload, actors.optimizer_offload),
             grad_offload=_or(own.grad_offload, actors.grad_offload),
@@ -89,7 +94,7 @@ def critic_problems(cfg: RunConfig, model_config: Mapping[str, Any], world_size:
         if size not in (None, wanted):
             yield (
                 f"critic.megatron.{name}={size}: the critic has the actor's layout, where it is {wanted}; remove it, "
-                f"or set actor_rollout_ref.actor.megatron.{name} too"
+                f"or set {_MEGATRON}.{name} too"
             )
     yield from _batches(cfg, world_size)
     if cfg.critic.model.path is not None:
@@ -141,12 +146,17 @@ def _batches(cfg: RunConfig, world_size: int) -> Iterator[str]:
 def _model(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int) -> Iterator[str]:
     from rlhpc.reshard.families import model_facts
 
-    told = f"critic.model.path={cfg.critic.model.path}"
+    told, policy = f"critic.model.path={cfg.critic.model.path}", model_facts(model_config)
     try:
-        facts, policy = model_facts(critic_model_config(cfg, model_config)), model_facts(model_config)
+        config = critic_model_config(cfg, model_config)
+    except ModelError as error:
+        yield str(error)
+        return
+    try:
+        facts = model_facts(config)
         facts.check_trainer(trainer_layout(cfg, world_size))
     except (ConfigError, ModelError) as error:
-        yield f"{told}: {error}"
+        yield f"{told} under {_MEGATRON}'s layout: {error}"
         return
     if facts.vocab_size < policy.vocab_size:
         yield (
@@ -156,3 +166,10 @@ def _model(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int) -> 
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     if longest > facts.max_positions:
         yield f"{told} ends at max_position_embeddings={facts.max_positions}; prompt and response have {longest} tokens"
+    modules = cfg.actor_rollout_ref.actor.megatron.recompute_modules
+    other = "mlp" if facts.num_experts else "moe"
+    if other in modules and not Critic.of(cfg).enable_gradient_checkpointing:
+        yield (
+            f"{told}: its layers have no {other}, which {_MEGATRON}.recompute_modules={modules} has; set "
+            "critic.model.enable_gradient_checkpointing=true, or recompute core_attn alone"
+        )

@@ -33,7 +33,10 @@ def read_model_config(path: str | Path, *, key: str = "actor_rollout_ref.model.p
         raise ModelError(f"{file} can't be read as JSON: {error}; copy the model directory again") from error
     if not isinstance(model_config, dict):
         raise ModelError(f"{file} holds a JSON {type(model_config).__name__}, not an object of settings")
-    family_for(model_config)
+    try:
+        family_for(model_config)
+    except ModelError as error:
+        raise ModelError(f"{key}={path}: {error}") from error
     return model_config
 
 

@@ -81,6 +81,7 @@ ABOVE_0 = (
     f"{_ACTOR}.optim.eps",
     "critic.optim.eps",
     "critic.cliprange_value",
+    "critic.loss_scale_factor",
     f"{_ACTOR}.clip_ratio_high",
     f"{_ACTOR}.loss_scale_factor",
     f"{_ROLLOUT}.cpu_kv_cache_gib",

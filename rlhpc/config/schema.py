@@ -163,12 +163,13 @@ class CriticConfig:
     ppo_mini_batch_size: int | None = None  # prompts per optimizer step; None: the actor's
     ppo_micro_batch_size_per_gpu: int | None = None  # trajectories; None: by token budget alone
     ppo_max_token_len_per_gpu: int = 32768  # tokens per microbatch per rank
-    forward_micro_batch_size_per_gpu: int | None = None  # trajectories, for the values; None: by token budget alone
+    forward_micro_batch_size_per_gpu: int | None = None  # for the values; None: ppo_micro_batch_size_per_gpu
     forward_max_token_len_per_gpu: int | None = None  # tokens, for the values; None: ppo_max_token_len_per_gpu
     ppo_epochs: int | None = None  # passes over each rollout; None: the actor's
     shuffle: bool | None = None  # None: the actor's
     cliprange_value: float = 0.5  # how far from the old value a value still earns the loss's decrease
     loss_agg_mode: str | None = None  # None: the actor's
+    loss_scale_factor: float | None = None  # None: the actor's
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     megatron: CriticMegatronConfig = field(default_factory=CriticMegatronConfig)
 

@@ -33,6 +33,39 @@ _MODEL = "actor_rollout_ref.model"
 _REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
+
+def _trained(section: str) -> dict[str, VerlKey]:
+    """What a section says of training its model, the actor's as the critic's."""
+    optim, megatron = f"{section}.optim", f"{section}.megatron"
+    return {
+        f"{section}.strategy": VerlKey("the trainer is Megatron-core; set megatron", ("megatron",)),
+        f"{section}.use_dynamic_bsz": VerlKey(_TOKEN_BUDGET.format(f"{section}.ppo_max_token_len_per_gpu"), (True,)),
+        f"{section}.ppo_micro_batch_size": VerlKey(f"set {section}.ppo_micro_batch_size_per_gpu", (None,)),
+        f"{section}.grad_clip": VerlKey(f"set {optim}.clip_grad"),
+        f"{section}.data_loader_seed": VerlKey("set seed", (None,)),
+        f"{section}.load_weight": VerlKey("weights are always loaded; set true", (True,)),
+        f"{section}.ulysses_sequence_parallel_size": VerlKey("sequences are not split over ranks; set 1", (1,)),
+        f"{section}.checkpoint.async_save": VerlKey("set checkpoint.async_save"),
+        f"{section}.checkpoint.*": VerlKey(
+            "checkpoints always hold the whole training state; see the checkpoint section"
+        ),
+        f"{section}.profiler.*": VerlKey(_NO_PROFILER),
+        f"{optim}.optimizer": VerlKey("the optimizer is AdamW; set adam", ("adam",)),
+        f"{optim}.lr_warmup_steps_ratio": VerlKey(f"set {optim}.lr_warmup_steps (steps)", (0.0, 0)),
+        f"{optim}.warmup_style": VerlKey(f"set {optim}.lr_decay_style", ("constant",)),
+        f"{optim}.total_training_steps": VerlKey("set trainer.total_training_steps", (-1,)),
+        f"{optim}.lr_warmup_init": VerlKey("warm-up starts from 0; set 0", (0.0, 0)),
+        f"{optim}.lr_decay_steps": VerlKey("the decay ends with the training; remove it", (None,)),
+        f"{optim}.weight_decay_incr_style": VerlKey("weight decay is constant", ("constant",)),
+        f"{optim}.override_optimizer_config.*": VerlKey(f"only the keys of {optim} exist"),
+        f"{megatron}.virtual_pipeline_model_parallel_size": VerlKey("interleaved stages are not available", (None,)),
+        f"{megatron}.sequence_parallel": VerlKey("follows tensor_model_parallel_size; set true", (True,)),
+        f"{megatron}.use_mbridge": VerlKey("HF weights are always read directly; remove it", (True,)),
+        f"{megatron}.use_dist_checkpointing": VerlKey("checkpoints are safetensors; set false", (False,)),
+        f"{megatron}.dist_checkpointing_*": VerlKey("set resume.from", (None, "")),
+    }
+
+
 # The first pattern that matches the whole dotted key counts.
 VERL_KEYS: dict[str, VerlKey] = {
     "actor_rollout_ref.hybrid_engine": VerlKey("trainer and rollout always share the GPUs; remove it", (True,)),
@@ -47,32 +80,10 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_MODEL}.override_config.*": VerlKey("edit the model directory's config.json"),
     f"{_MODEL}.lora*": VerlKey("LoRA is not available; remove it", (0,)),
     # actor
-    f"{_ACTOR}.strategy": VerlKey("the trainer is Megatron-core; set megatron", ("megatron",)),
-    f"{_ACTOR}.use_dynamic_bsz": VerlKey(_TOKEN_BUDGET.format(f"{_ACTOR}.ppo_max_token_len_per_gpu"), (True,)),
-    f"{_ACTOR}.ppo_micro_batch_size": VerlKey(f"set {_ACTOR}.ppo_micro_batch_size_per_gpu", (None,)),
-    f"{_ACTOR}.grad_clip": VerlKey(f"set {_ACTOR}.optim.clip_grad"),
+    **_trained(_ACTOR),
     f"{_ACTOR}.use_torch_compile": VerlKey("the trainer is not compiled; set false", (False,)),
-    f"{_ACTOR}.data_loader_seed": VerlKey("set seed", (None,)),
-    f"{_ACTOR}.load_weight": VerlKey("weights are always loaded; set true", (True,)),
-    f"{_ACTOR}.ulysses_sequence_parallel_size": VerlKey("sequences are not split over ranks; set 1", (1,)),
     f"{_ACTOR}.fsdp_config.*": VerlKey(f"FSDP is not available yet; set the layout under {_MEGATRON}"),
-    f"{_ACTOR}.checkpoint.async_save": VerlKey("set checkpoint.async_save"),
-    f"{_ACTOR}.checkpoint.*": VerlKey("checkpoints always hold the whole training state; see the checkpoint section"),
-    f"{_ACTOR}.profiler.*": VerlKey(_NO_PROFILER),
     f"{_ACTOR}.policy_loss.*": VerlKey("this loss mode's option is not available; remove it"),
-    f"{_ACTOR}.optim.optimizer": VerlKey("the optimizer is AdamW; set adam", ("adam",)),
-    f"{_ACTOR}.optim.lr_warmup_steps_ratio": VerlKey(f"set {_ACTOR}.optim.lr_warmup_steps (steps)", (0.0, 0)),
-    f"{_ACTOR}.optim.warmup_style": VerlKey(f"set {_ACTOR}.optim.lr_decay_style", ("constant",)),
-    f"{_ACTOR}.optim.total_training_steps": VerlKey("set trainer.total_training_steps", (-1,)),
-    f"{_ACTOR}.optim.lr_warmup_init": VerlKey("warm-up starts from 0; set 0", (0.0, 0)),
-    f"{_ACTOR}.optim.lr_decay_steps": VerlKey("the decay ends with the training; remove it", (None,)),
-    f"{_ACTOR}.optim.weight_decay_incr_style": VerlKey("weight decay is constant", ("constant",)),
-    f"{_ACTOR}.optim.override_optimizer_config.*": VerlKey(f"only the keys of {_ACTOR}.optim exist"),
-    f"{_MEGATRON}.virtual_pipeline_model_parallel_size": VerlKey("interleaved stages are not available", (None,)),
-    f"{_MEGATRON}.sequence_parallel": VerlKey("follows tensor_model_parallel_size; set true", (True,)),
-    f"{_MEGATRON}.use_mbridge": VerlKey("HF weights are always read directly; remove it", (True,)),
-    f"{_MEGATRON}.use_dist_checkpointing": VerlKey("checkpoints are safetensors; set false", (False,)),
-    f"{_MEGATRON}.dist_checkpointing_*": VerlKey("set resume.from", (None, "")),
     f"{_MEGATRON}.seed": VerlKey("set seed"),
     f"{_MEGATRON}.dtype": VerlKey(f"set {_MODEL}.dtype"),
     f"{_MEGATRON}.override_transformer_config.recompute_*": VerlKey(
@@ -154,18 +165,10 @@ VERL_KEYS: dict[str, VerlKey] = {
     ),
     "data.sampler.*": VerlKey("custom samplers are not available", (None,)),
     # critic
+    **_trained("critic"),
     "critic.rollout_n": VerlKey(f"set {_ROLLOUT}.n"),
-    "critic.strategy": VerlKey("the trainer is Megatron-core; set megatron", ("megatron",)),
-    "critic.use_dynamic_bsz": VerlKey(_TOKEN_BUDGET.format("critic.ppo_max_token_len_per_gpu"), (True,)),
-    "critic.ppo_micro_batch_size": VerlKey("set critic.ppo_micro_batch_size_per_gpu", (None,)),
     "critic.forward_micro_batch_size": VerlKey("set critic.forward_micro_batch_size_per_gpu", (None,)),
-    "critic.grad_clip": VerlKey("set critic.optim.clip_grad"),
-    "critic.data_loader_seed": VerlKey("set seed", (None,)),
-    "critic.load_weight": VerlKey("weights are always loaded; set true", (True,)),
     "critic.nccl_timeout": VerlKey("set cluster.collective_timeout_s (seconds)"),
-    "critic.ulysses_sequence_parallel_size": VerlKey("sequences are not split over ranks; set 1", (1,)),
-    "critic.checkpoint.*": VerlKey("checkpoints always hold the whole training state; see the checkpoint section"),
-    "critic.profiler.*": VerlKey(_NO_PROFILER),
     "critic.model.tokenizer_path": VerlKey("tokens are the actor's; remove it", (None,)),
     "critic.model.trust_remote_code": VerlKey("no code of a critic's directory is run; remove it", (False,)),
     "critic.model.external_lib": VerlKey("external model code is not loaded; remove it", (None,)),
@@ -174,14 +177,8 @@ VERL_KEYS: dict[str, VerlKey] = {
     "critic.model.override_config.*": VerlKey("edit the config.json of critic.model.path"),
     "critic.model.fsdp_config.*": VerlKey("FSDP is not available yet; the critic has the actor's layout"),
     "critic.model.lora*": VerlKey("LoRA is not available; remove it", (0,)),
-    "critic.optim.optimizer": VerlKey("the optimizer is AdamW; set adam", ("adam",)),
-    "critic.optim.lr_warmup_steps_ratio": VerlKey("set critic.optim.lr_warmup_steps (steps)", (0.0, 0)),
-    "critic.optim.warmup_style": VerlKey("set critic.optim.lr_decay_style", ("constant",)),
-    "critic.optim.total_training_steps": VerlKey("set trainer.total_training_steps", (-1,)),
     "critic.optim.*": VerlKey("only the keys of actor_rollout_ref.actor.optim exist under critic.optim"),
-    "critic.megatron.sequence_parallel": VerlKey("follows tensor_model_parallel_size; set true", (True,)),
     "critic.megatron.use_distributed_optimizer": VerlKey("optimizers are always sharded; set true", (True,)),
-    "critic.megatron.virtual_pipeline_model_parallel_size": VerlKey("interleaved stages are not available", (None,)),
     "critic.megatron.*": VerlKey(f"the critic's is what {_MEGATRON} says; remove it"),
     # rewards
     "reward_model.enable": VerlKey(_NO_REWARD_MODEL, (False,)),

@@ -242,7 +242,7 @@ class Run:
             loss_agg_mode=actor.loss_agg_mode,
             num_global_tokens=num_tokens,
             num_global_seqs=num_seqs,
-            loss_scale_factor=self._loss_scale_factor,
+            loss_scale_factor=self._scale(actor.loss_scale_factor),
             entropy_coeff=actor.entropy_coeff,
             kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
             kl_type=actor.kl_loss_type,
@@ -255,12 +255,10 @@ class Run:
             loss_agg_mode=critic.loss_agg_mode,
             num_global_tokens=num_tokens,
             num_global_seqs=num_seqs,
-            loss_scale_factor=self._loss_scale_factor,
+            loss_scale_factor=self._scale(critic.loss_scale_factor),
         )
 
-    @property
-    def _loss_scale_factor(self) -> float:
-        given = self.cfg.actor_rollout_ref.actor.loss_scale_factor
+    def _scale(self, given: float | None) -> float:
         return _or(given, float(self.cfg.data.max_response_length))
 
 

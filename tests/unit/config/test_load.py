@@ -137,6 +137,8 @@ def test_bad_interpolation():
         ("critic.enable", False),
         ("critic.strategy", "megatron"),
         ("critic.model.use_remove_padding", True),
+        ("critic.megatron.use_mbridge", True),
+        ("critic.optim.lr_decay_steps", None),
         ("algorithm.use_critic", False),
     ],
 )

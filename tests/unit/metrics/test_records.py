@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhpc.data.types import Completion, Prompt, Trajectory
-from rlhpc.metrics.records import batch_metrics, timing_metrics
+from rlhpc.metrics.records import batch_metrics, means, timing_metrics
 from rlhpc.metrics.timer import PhaseTimer
 from rlhpc.train.batch import RolloutBatch, TrainBatch
 
@@ -90,6 +90,11 @@ def test_value_metrics_by_hand() -> None:
         rel=1e-5,
     )
     assert not any(name.startswith(("critic/values/", "critic/vf_")) for name in batch_metrics(batch))
+
+
+def test_means_are_over_the_steps_that_have_a_metric() -> None:
+    assert means([{"critic/lr": 1.0}, {"critic/lr": 2.0}, {"actor/lr": 5.0}]) == {"critic/lr": 1.5, "actor/lr": 5.0}
+    assert means([]) == {}
 
 
 def test_batch_metrics_repeat_bitwise() -> None:
