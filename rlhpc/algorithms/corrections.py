@@ -88,7 +88,10 @@ def _rejection(name: str, threshold: str) -> Rejection:
         return Rejection(over, kind, math.log(lower), math.log(upper))
     if kind != "k1" and not low and 0 < upper < math.inf:
         return Rejection(over, kind, -math.inf, upper)
-    wanted = "a window of ratios 'low_high' with 0 < low <= high such as '0.5_2.0', or one number of at least 1"
+    wanted = (
+        "a window of ratios 'low_high' with 0 < low <= high such as '0.5_2.0' (YAML reads 0.5_2 as 0.52), or one "
+        "number of at least 1"
+    )
     raise ConfigError(
         f"rollout_rs_threshold={threshold} of {name} must be {wanted if kind == 'k1' else 'one number above 0'}"
     )

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from rlhpc.data.types import Trajectory
 from rlhpc.errors import ExhaustedError
 
-# What a group's samples are compared by, under verl's names. `seq_final_reward` is less an in-reward KL too, under which
-# no two samples are alike: with algorithm.use_kl_in_reward it is refused.
+# What a group's samples are compared by, under verl's names. `seq_final_reward` is less an in-reward KL too, under
+# which no two samples are alike: with algorithm.use_kl_in_reward it is refused.
 METRICS: dict[str, Callable[[Trajectory], float]] = {
     "acc": lambda trajectory: trajectory.score,
     "score": lambda trajectory: trajectory.score,
@@ -111,5 +111,6 @@ class VaryingGroups(Groups):
             f"only {found} of data.train_batch_size={self._wanted} groups have answers that differ in "
             f"{self._metric}, after {num_prompts} prompts ({limit}). All of a group alike: {alike}{failed}. Give "
             "prompts that the model solves sometimes, neither never nor always; or raise actor_rollout_ref.rollout.n, "
-            "its temperature, or max_num_gen_batches; or set algorithm.filter_groups.enable=false"
+            "its temperature, or max_num_gen_batches; or set algorithm.filter_groups.enable=false. Another run_dir "
+            "takes the state over with resume.from, with resume.what=weights where the prompts are others"
         )

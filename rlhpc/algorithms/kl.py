@@ -39,6 +39,13 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     return k2 - k2.detach() + value.detach() if kind.endswith("+") else value
 
 
+def adapted_coef(coef: float, kl: float, *, target: float, horizon: int, num_samples: int) -> float:
+    """The coefficient for the step after one of `num_samples` whose mean KL was `kl`: it follows the error relative to
+    `target`, at most a fifth of it, by num_samples / horizon (arXiv 1909.08593 section 2.2)."""
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * num_samples / horizon)
+
+
 @torch.no_grad()
 def penalize_rewards(
     rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, kind: str, coef: float

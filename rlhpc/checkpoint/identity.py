@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.durable import publish_file
-from rlhpc.config.tree import diff, shown
+from rlhpc.config.schema import RunConfig
+from rlhpc.config.tree import MISSING, Change, diff, leaves, shown
 from rlhpc.errors import CheckpointError
 
 RUN_NAME = "run.json"
@@ -58,6 +59,7 @@ LAYOUT = (
 FREE = (
     *LAYOUT,
     f"{_ROLLOUT}.chunk_prompts",
+    "algorithm.filter_groups.max_num_gen_batches",
     "checkpoint",
     "cluster",
     "data.val_batch_size",
@@ -101,8 +103,7 @@ def refuse_another(directory: Path, config: Mapping[str, Any], model_config: Map
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({error}); restore it, or choose another run_dir") from error
     now = json.loads(json.dumps({"config": dict(config), "model": dict(model_config)}))
-    # What the run's rlhpc didn't have is as it was where it is null now.
-    binding = [change for change in diff(stored, now, absent=None) if not free(change[0].removeprefix("config."))]
+    binding = [change for change in _changes(stored, now) if not free(change[0].removeprefix("config."))]
     if not (_has_critic(stored) or _has_critic(now)):
         binding = [change for change in binding if not change[0].startswith("config.critic.")]
     if binding:
@@ -111,6 +112,16 @@ def refuse_another(directory: Path, config: Mapping[str, Any], model_config: Map
             "choose another run_dir, or restore these settings to go on with that run "
             f"(free to change: parallel sizes, microbatches, the machine, {', '.join(FREE[len(LAYOUT) :])})"
         )
+
+
+def _changes(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """What differs; a setting that the run's rlhpc didn't have is as it was where it has its default now."""
+    defaults = dict(leaves("config", RunConfig().tree()))
+    return [
+        (key, old, new)
+        for key, old, new in diff(stored, now)
+        if not (old == MISSING and new in (None, defaults.get(key))) and not (old is None and new == MISSING)
+    ]
 
 
 def _has_critic(identity: Mapping[str, Any]) -> bool:

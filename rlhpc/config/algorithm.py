@@ -24,6 +24,11 @@ def algorithm_problems(cfg: RunConfig) -> Iterator[str]:
             "algorithm.adv_estimator=remax needs greedy baselines, which are not sampled yet; use "
             "algorithm.adv_estimator=grpo or another group estimator"
         )
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.kl_ctrl.type=adaptive is for the KL in the reward, but algorithm.use_kl_in_reward=false; set "
+            "that true, or type=fixed (actor.kl_loss_coef of a KL in the loss is constant)"
+        )
     yield from _filter_groups(cfg)
     yield from _corrections(cfg)
     yield from _overlong_buffer(cfg)

@@ -176,8 +176,10 @@ class CriticConfig:
 
 @dataclass
 class KlCtrlConfig:
-    type: str = "fixed"  # only fixed
-    kl_coef: float = 0.001  # weight of the KL taken from each token's reward
+    type: str = "fixed"  # fixed | adaptive: the coefficient follows the KL towards target_kl, step by step
+    kl_coef: float = 0.001  # weight of the KL taken from each token's reward; adaptive: at first
+    target_kl: float = 0.1  # adaptive: mean KL of an answer's tokens, nats
+    horizon: int = 10000  # adaptive: samples after which an error of a fifth has changed the coefficient by a fifth
 
 
 @dataclass

@@ -131,7 +131,6 @@ VERL_KEYS: dict[str, VerlKey] = {
     f"{_ROLLOUT}.quantization": VerlKey("quantised rollouts are not available", (False, None)),
     # algorithm
     "algorithm.filter_groups.max_inflight_gen_batches": VerlKey("one generation batch follows the other; set 1", (1,)),
-    "algorithm.kl_ctrl.*": VerlKey("only the fixed KL controller exists: algorithm.kl_ctrl.kl_coef"),
     "algorithm.rollout_correction.bypass_mode": VerlKey("trainer logprobs are always recomputed", (False,)),
     "algorithm.rollout_correction.loss_type": VerlKey(
         "set actor_rollout_ref.actor.policy_loss.loss_mode", ("ppo_clip",)

@@ -90,10 +90,11 @@ def prepare(
     ref_logprobs: Sequence[np.ndarray] | None,
     algorithm: AlgorithmConfig,
     *,
+    kl_coef: float,
     kl_in_loss: bool,
     values: Sequence[np.ndarray] | None = None,
 ) -> TrainBatch:
-    """Advantages and corrections of one batch; pure."""
+    """Advantages and corrections of one batch; pure. `kl_coef` is that of the KL in the reward."""
     mask = rollout.mask
     metrics: dict[str, float] = {}
     behavior = pad(trainer_logprobs)
@@ -104,7 +105,7 @@ def prepare(
             fields["ref_logprobs"] = reference
         if algorithm.use_kl_in_reward:
             rewards, more = penalize_rewards(
-                rewards, behavior, reference, mask, kind=algorithm.kl_penalty, coef=algorithm.kl_ctrl.kl_coef
+                rewards, behavior, reference, mask, kind=algorithm.kl_penalty, coef=kl_coef
             )
             metrics |= more
     of_critic = None if values is None else pad(values)

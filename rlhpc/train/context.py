@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rlhpc.algorithms.groups import FEWEST_TRIES, Groups, VaryingGroups
+from rlhpc.algorithms.kl import adapted_coef
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.stop import StopFlag, UpdateCut
 from rlhpc.config.critic import Critic, needs_critic
@@ -189,6 +190,15 @@ class Run:
             max_tokens=limits.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
             max_sequences=limits.log_prob_micro_batch_size_per_gpu,
         )
+
+    def kl_coef(self, last: Mapping[str, float]) -> float:
+        """Of the KL in a step's rewards, from the last step's record, which a checkpoint holds."""
+        ctrl, coef = self.cfg.algorithm.kl_ctrl, last.get("actor/reward_kl_penalty_coeff")
+        if ctrl.type == "fixed" or coef is None:
+            return ctrl.kl_coef
+        num_samples = self.cfg.data.train_batch_size * self.cfg.actor_rollout_ref.rollout.n
+        kl = last["actor/reward_kl_penalty"]
+        return adapted_coef(coef, kl, target=ctrl.target_kl, horizon=ctrl.horizon, num_samples=num_samples)
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """The critic's values before each response token. Raises StopRequested before it begins."""

@@ -79,7 +79,13 @@ def train_step(run: Run, state: TrainState) -> TrainState:
 
     with timer.phase("adv"):
         batch = prepare(
-            rollout, trainer_logprobs, ref_logprobs, cfg.algorithm, kl_in_loss=actor.use_kl_loss, values=values
+            rollout,
+            trainer_logprobs,
+            ref_logprobs,
+            cfg.algorithm,
+            kl_coef=run.kl_coef(state.record),
+            kl_in_loss=actor.use_kl_loss,
+            values=values,
         )
         due = updates(run, step, batch, seed)
     learnt: list[dict[str, float]] = []

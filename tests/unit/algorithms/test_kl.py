@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhpc.algorithms.kl import KL_KINDS, kl_penalty, penalize_rewards
+from rlhpc.algorithms.kl import KL_KINDS, adapted_coef, kl_penalty, penalize_rewards
 from rlhpc.errors import ConfigError
 
 # d = logp - ref = log 2: k1 log 2, k2 log²2 / 2, k3 exp(-log 2) + log 2 - 1 = log 2 - 1/2.
@@ -67,6 +67,12 @@ def test_penalty_in_the_reward() -> None:
     torch.testing.assert_close(penalized, torch.tensor([[-0.05, 0.95], [2.8, 0.0]]))
     # Sequence means 0.5 and 2.
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize(("kl", "expected"), [(0.1, 0.5), (0.11, 0.501), (0.3, 0.502), (0.09, 0.499), (0.0, 0.498)])
+def test_the_coefficient_follows_the_kl(kl: float, expected: float) -> None:
+    """A fiftieth of the horizon in samples; an error of a tenth counts in full, of more than a fifth as a fifth."""
+    assert adapted_coef(0.5, kl, target=0.1, horizon=10000, num_samples=200) == pytest.approx(expected, rel=1e-9)
 
 
 def test_unknown_kind_is_refused() -> None:

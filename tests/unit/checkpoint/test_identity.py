@@ -68,6 +68,22 @@ def test_a_critics_settings_bind_where_there_is_one(tmp_path: Path) -> None:
     ]
 
 
+def test_what_the_runs_rlhpc_did_not_know_is_as_by_default(tmp_path: Path) -> None:
+    cfg = RunConfig()
+    older = cfg.tree()
+    del older["algorithm"]["filter_groups"], older["algorithm"]["gamma"], older["seed"]
+    check_identity(tmp_path, older, MODEL, trained=False)
+    check_identity(tmp_path, cfg.tree(), MODEL, trained=True)
+    check_identity(tmp_path, older, MODEL, trained=False)
+    cfg.algorithm.gamma, cfg.algorithm.filter_groups.enable = 0.9, True
+    with pytest.raises(CheckpointError) as raised:
+        check_identity(tmp_path, cfg.tree(), MODEL, trained=True)
+    assert str(raised.value).splitlines()[1:-1] == [
+        "  config.algorithm.filter_groups.enable: not set -> true",
+        "  config.algorithm.gamma: not set -> 0.9",
+    ]
+
+
 def test_a_start_that_trained_nothing_binds_nobody(tmp_path: Path) -> None:
     cfg = RunConfig()
     check_identity(tmp_path, cfg.tree(), MODEL, trained=False)

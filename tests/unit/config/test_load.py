@@ -159,7 +159,6 @@ def test_verl_key_that_says_what_is_done_anyway(key, value):
         ("actor_rollout_ref.actor.router_replay.mode", "R3", "set actor_rollout_ref.actor.megatron.router_replay.mode"),
         ("actor_rollout_ref.rollout.engine_kwargs", {"vllm": {"a": 1}}, "only the keys of"),
         ("algorithm.filter_groups.max_inflight_gen_batches", 2, "set 1"),
-        ("algorithm.kl_ctrl.target_kl", 0.1, "only the fixed KL controller"),
         ("algorithm.rollout_correction.rollout_is_batch_normalize", True, "set false"),
         ("reward_model.reward_manager", "prime", "naive or dapo"),
         ("reward_model.overlong_buffer.enable", True, "set reward.overlong_buffer.enable"),

@@ -52,7 +52,9 @@ def test_sequences_carry_the_fields_of_their_own_row(rollout: RolloutBatch) -> N
 
 def test_grpo_without_std_centres_each_group(rollout: RolloutBatch) -> None:
     logprobs = [t.completion.logprobs for t in rollout.trajectories]
-    batch = prepare(rollout, logprobs, None, AlgorithmConfig(norm_adv_by_std_in_grpo=False), kl_in_loss=False)
+    batch = prepare(
+        rollout, logprobs, None, AlgorithmConfig(norm_adv_by_std_in_grpo=False), kl_coef=0.1, kl_in_loss=False
+    )
     assert batch.advantages.tolist() == [[0.5, 0.5, 0], [-0.5, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert set(batch.fields) == {"trainer_logprobs", "advantages"}
 
@@ -62,8 +64,7 @@ def test_kl_in_the_reward_is_taken_from_every_token(rollout: RolloutBatch) -> No
     logprobs = [t.completion.logprobs for t in rollout.trajectories]
     reference = [values - 0.25 for values in logprobs]
     algorithm = AlgorithmConfig(use_kl_in_reward=True, kl_penalty="kl")
-    algorithm.kl_ctrl.kl_coef = 0.1
-    batch = prepare(rollout, logprobs, reference, algorithm, kl_in_loss=False)
+    batch = prepare(rollout, logprobs, reference, algorithm, kl_coef=0.1, kl_in_loss=False)
     assert batch.rewards[0].tolist() == pytest.approx([-0.025, 0.975, 0])
     assert batch.metrics["actor/reward_kl_penalty"] == pytest.approx(0.25)
     assert "ref_logprobs" not in batch.fields
@@ -74,7 +75,7 @@ def test_token_correction_is_capped(rollout: RolloutBatch) -> None:
     logprobs = [t.completion.logprobs + 1.0 for t in rollout.trajectories]
     algorithm = AlgorithmConfig()
     algorithm.rollout_correction.rollout_is = "token"
-    batch = prepare(rollout, logprobs, None, algorithm, kl_in_loss=False)
+    batch = prepare(rollout, logprobs, None, algorithm, kl_coef=0.1, kl_in_loss=False)
     assert batch.fields["rollout_weights"][0].tolist() == pytest.approx([2.0, 2.0, 0.0])
 
 
@@ -89,9 +90,12 @@ def test_what_is_rejected_or_truncated_leaves_the_loss_and_stays_in_the_group(ro
     plain = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
     strict = replace(plain, mask_truncated_completions=True)
     strict.rollout_correction = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=2.0)
-    batch = prepare(rollout, logprobs, None, strict, kl_in_loss=False)
+    batch = prepare(rollout, logprobs, None, strict, kl_coef=0.1, kl_in_loss=False)
     assert batch.fields["loss_mask"].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0], [1, 0, 0]]
-    assert batch.advantages.tolist() == prepare(rollout, logprobs, None, plain, kl_in_loss=False).advantages.tolist()
+    assert (
+        batch.advantages.tolist()
+        == prepare(rollout, logprobs, None, plain, kl_coef=0.1, kl_in_loss=False).advantages.tolist()
+    )
     assert batch.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 7)
     assert [s.num_loss_tokens for s in rollout.sequences(**batch.fields)] == [1, 1, 0, 1]
     assert [s.num_loss_tokens for s in rollout.sequences()] == [2, 1, 3, 1]
@@ -102,7 +106,9 @@ def test_a_critics_values_are_the_baseline(rollout: RolloutBatch) -> None:
     whitened: 0.5, 0.75, -0.5, 0, 0, 0, 1 have mean 0.25 and variance 1.625 / 6."""
     logprobs = [t.completion.logprobs for t in rollout.trajectories]
     values = [np.array(row, np.float32) for row in ([0.5, 0.25], [0.5], [1.0, 1.0, 1.0], [0.0])]
-    batch = prepare(rollout, logprobs, None, AlgorithmConfig(adv_estimator="gae"), kl_in_loss=False, values=values)
+    batch = prepare(
+        rollout, logprobs, None, AlgorithmConfig(adv_estimator="gae"), kl_coef=0.1, kl_in_loss=False, values=values
+    )
     assert batch.returns.tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1], [1, 0, 0]]
     raw = torch.tensor([[0.5, 0.75, 0.25], [-0.5, 0.25, 0.25], [0, 0, 0], [1, 0.25, 0.25]])
     torch.testing.assert_close(batch.advantages, (raw - 0.25) / (1.625 / 6) ** 0.5)
