@@ -24,12 +24,24 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1}
 # model_type, config, trainer, rollout tp
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int], int]] = {
     "llama": ("llama", {"tie_word_embeddings": True, "rope_scaling": LLAMA3}, {"pp": 2}, 2),
     "qwen2": ("qwen2", {"num_key_value_heads": 1}, {"tp": 2}, 2),  # a KV head on both ranks, cut in the trainer
     "qwen3": ("qwen3", {"tie_word_embeddings": True, "head_dim": 64}, {"tp": 2}, 1),
     "mixtral": ("mixtral", {"tie_word_embeddings": True}, {"ep": 2}, 2),
+    "deepseek": ("deepseek_v3", {"rope_scaling": YARN}, {"tp": 2}, 2),
+    "moonlight": ("deepseek_v3", MOONLIGHT, {"pp": 2}, 1),
 }
 
 
@@ -61,6 +73,8 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "qwen3-tied-tp4": ("qwen3", {"tie_word_embeddings": True}, {"tp": 4}),
     "qwen3-moe-top1-ep4": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, {"ep": 4}),
     "mixtral-tied-tp2-etp2-ep2": ("mixtral", {"tie_word_embeddings": True}, {"tp": 2, "ep": 2, "etp": 2}),
+    "deepseek-tp2-pp2-ep2": ("deepseek_v3", {"rope_scaling": YARN}, {"tp": 2, "pp": 2, "ep": 2}),
+    "deepseek-tp2-etp2-ep2": ("deepseek_v3", {"rope_scaling": YARN}, {"tp": 2, "ep": 2, "etp": 2}),
 }
 
 
@@ -107,7 +121,7 @@ def test_files_come_back_bit_by_bit(name: str, root: Path, ranks: list[dict[str,
     assert source.keys() == loaded.keys() == trained.keys()
     for key, tensor in source.items():
         assert torch.equal(tensor, loaded[key]), key
-        assert not torch.equal(tensor, trained[key]), key
+        assert torch.equal(tensor, trained[key]) == key.endswith("e_score_correction_bias"), key  # frozen
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -54,8 +54,9 @@ def cudagraph_capture_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def engine_arguments(cfg: RunConfig, model_dir: Path, device: str) -> dict[str, Any]:
-    """What `vllm.LLM` is created with. Random ("dummy") weights stand until the first publish."""
+def engine_arguments(cfg: RunConfig, model_dir: Path, device: str, *, latent: bool = False) -> dict[str, Any]:
+    """What `vllm.LLM` is created with. Random ("dummy") weights stand until the first publish. `latent`: the model has
+    latent attention."""
     rollout = cfg.actor_rollout_ref.rollout
     arguments: dict[str, Any] = {
         "model": str(model_dir),
@@ -85,6 +86,11 @@ def engine_arguments(cfg: RunConfig, model_dir: Path, device: str) -> dict[str, 
             "async_scheduling": True,  # the next batch is prepared while the device works on this one
             "enable_sleep_mode": rollout.free_cache_engine,
             "moe_backend": "triton",  # others reorder the experts' weights, which a publish writes in place
+        }
+    if latent:
+        arguments |= {
+            "attention_config": {"backend": "CPU_MLA"},  # AMX's, which vLLM 0.32 prefers, is for bfloat16 alone
+            "compilation_config": {"custom_ops": ["-rotary_embedding"]},  # that kernel rotates but one of the heads
         }
     return arguments | {
         "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gib * 2**30),
@@ -141,7 +147,7 @@ class VllmEngine:
         self._eos = eos_token_ids(Path(model_dir), hf_config)
         self._device, self._rank, self._tp, self._ident = device, rank, tp, ident
         self._num_replicas = world_size // tp
-        arguments = engine_arguments(cfg, Path(model_dir), device)
+        arguments = engine_arguments(cfg, Path(model_dir), device, latent=facts.latent is not None)
         self._max_model_len: int = arguments["max_model_len"]
         self._has_tokenizer = not arguments["skip_tokenizer_init"]
         self._can_sleep = device == "cuda" and rollout.free_cache_engine

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from vllm import LLM as LLM  # the engine takes it from here, after the environment is set
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -149,24 +149,51 @@ def adopt(llm: LLM, fresh: nn.Module) -> None:
 
     On CUDA its values are copied into the running parameters, whose addresses CUDA graphs have recorded. On a CPU
     vLLM's own `reload_weights` leaves stale prepacked weights behind (0.32): there every module takes over all
-    attributes of its new counterpart but its submodules; Attention keeps its own, the KV cache among them.
+    attributes of its new counterpart but its submodules; Attention keeps its own, the KV cache among them, and latent
+    attention the KV cache.
     """
     config, target = vllm_config(llm), device(llm)
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
         process_weights_after_loading(fresh, config.model_config, target)
     if target.type == "cuda":
         values = dict(fresh.named_parameters())
-        for name, parameter in running_model(llm).named_parameters():
+        for name, parameter in loadable_parameters(running_model(llm)).items():
             parameter.data.copy_(values[name].data)
             values[name].data = values[name].data.new_empty(0)  # not when the garbage collector gets to it
+        renew_derived(llm)
         torch.cuda.synchronize()  # vLLM may read on another stream
         torch.cuda.empty_cache()  # the KV cache takes memory from the device, not from torch's allocator
         return
     counterparts = dict(fresh.named_modules())
     for name, module in running_model(llm).named_modules():
         if not isinstance(module, Attention):
+            kept = {"_modules", "kv_cache"} if isinstance(module, MLAAttention) else {"_modules"}
             attributes = counterparts[name].__dict__
-            module.__dict__.update({key: value for key, value in attributes.items() if key != "_modules"})
+            module.__dict__.update({key: value for key, value in attributes.items() if key not in kept})
+
+
+def loadable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Those that files have values for, by name: not what 0.32 keeps as parameters of latent attention after
+    processing (see renew_derived)."""
+    derived = {
+        id(tensor)
+        for module in model.modules()
+        if isinstance(module, MLAAttention)
+        for tensor in module.parameters(recurse=False)
+    }
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in derived}
+
+
+def renew_derived(llm: LLM) -> None:
+    """After the running model's parameters have changed in place: latent attention decodes with two views of kv_b_proj
+    (mla_attention.py: W_UK_T and W_UV). Where they are copies instead they are made again, which 0.32 does in place."""
+    config = vllm_config(llm)
+    for module in running_model(llm).modules():
+        if isinstance(module, MLAAttention):
+            weight = module.kv_b_proj.weight.untyped_storage().data_ptr()
+            if any(view.untyped_storage().data_ptr() != weight for view in (module.W_UK_T, module.W_UV)):
+                with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+                    module.process_weights_after_loading(config.model_config.dtype)
 
 
 class Batch:

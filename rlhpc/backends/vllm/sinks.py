@@ -11,7 +11,7 @@ from torch import nn
 from rlhpc.backends.vllm import private
 from rlhpc.errors import EngineError
 from rlhpc.layout.spec import ShardSpec
-from rlhpc.reshard.families.family import EMBED, HEAD
+from rlhpc.reshard.families.family import EMBED, HEAD, tensor_dtype
 
 
 class DirectSink:
@@ -26,7 +26,8 @@ class DirectSink:
         self._llm, self._specs = llm, specs
         self._in_place = private.device(llm).type == "cuda"
         self._target: nn.Module | None = None
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._model().named_parameters()}
+        parameters = private.loadable_parameters(self._model())
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         self._padded = check_parameters(specs, rank, shapes)
 
     def _model(self) -> nn.Module:
@@ -38,7 +39,7 @@ class DirectSink:
     def begin_publish(self) -> Mapping[str, torch.Tensor]:
         """This rank's parameters by vLLM's names; vocabulary padding is zero, as vLLM's loader leaves it."""
         self._target = self._model()
-        buffers = {name: parameter.data for name, parameter in self._target.named_parameters()}
+        buffers = {name: parameter.data for name, parameter in private.loadable_parameters(self._target).items()}
         for name in self._padded:
             buffers[name].zero_()
         return buffers
@@ -47,6 +48,7 @@ class DirectSink:
         assert self._target is not None, "end_publish without begin_publish"
         target, self._target = self._target, None
         if self._in_place:
+            private.renew_derived(self._llm)
             torch.cuda.current_stream().synchronize()  # vLLM may read on another stream; others may go on
         else:
             private.adopt(self._llm, target)
@@ -92,7 +94,7 @@ class ReferenceSink:
 def whole_tensors(tensors: Mapping[str, tuple[int, ...]], dtype: str, world_size: int) -> list[ShardSpec]:
     """Every canonical tensor (name to shape) whole on every rank, in a buffer of its own name."""
     ranks = tuple(range(world_size))
-    return [ShardSpec.whole(name, shape, dtype, ranks) for name, shape in tensors.items()]
+    return [ShardSpec.whole(name, shape, tensor_dtype(name, dtype), ranks) for name, shape in tensors.items()]
 
 
 def check_parameters(specs: Sequence[ShardSpec], rank: int, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -40,6 +40,13 @@ CONFIGS = {
     "llama": {**_DECODER, "model_type": "llama", "tie_word_embeddings": True},
     "qwen2": {**_DECODER, "model_type": "qwen2", "head_dim": 2},
     "qwen3": {**_DECODER, "model_type": "qwen3", "tie_word_embeddings": True},
+    "deepseek_v3": {
+        **_DECODER, "model_type": "deepseek_v3", "num_key_value_heads": 8, "q_lora_rank": 10, "kv_lora_rank": 12,
+        "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4, "first_k_dense_replace": 2,
+        "moe_intermediate_size": 8, "n_routed_experts": 8, "num_experts_per_tok": 4, "norm_topk_prob": True,
+        "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    },
 }  # fmt: skip
 
 
@@ -85,6 +92,18 @@ def _qkv(tensors: Arrays, attention: str) -> dict[str, list[np.ndarray]]:
     return {kind: [tensors[f"{attention}.{x}_proj.{kind}"] for x in "qkv"] for kind in kinds}
 
 
+def _latent(tensors: Arrays, attention: str, tp: int, tp_size: int) -> tuple[Arrays, Arrays]:
+    """Of the projections and norms that the layer has, by HF's names: what every rank has whole, and this rank's heads'
+    rows."""
+    whole = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+    by_head = ("q_proj", "q_b_proj", "kv_b_proj")
+    found = {name: tensors.get(f"{attention}.{name}.weight") for name in (*whole, *by_head)}
+    return (
+        {name: found[name] for name in whole if found[name] is not None},
+        {name: np.split(found[name], tp_size)[tp] for name in by_head if found[name] is not None},
+    )
+
+
 def _block(facts: ModelFacts) -> str:
     return "block_sparse_moe" if facts.model_type == "mixtral" else "mlp"
 
@@ -101,7 +120,12 @@ def trainer_buffers(tensors: Arrays, facts: ModelFacts, layout: ParallelLayout, 
     buffers: Arrays = {}
     for local in range(per_stage):
         hf, ours = f"model.layers.{at.pp * per_stage + local}.", f"decoder.layers.{local}."
-        for kind, qkv in _qkv(tensors, hf + "self_attn").items():
+        latent = _latent(tensors, hf + "self_attn", at.tp, layout.tp) if facts.latent else ({}, {})
+        names = {"q_a_proj": "linear_q_down_proj", "q_a_layernorm": "q_layernorm", "q_b_proj": "linear_q_up_proj"}
+        names |= {"kv_a_proj_with_mqa": "linear_kv_down_proj", "kv_a_layernorm": "kv_layernorm"}
+        names |= {"kv_b_proj": "linear_kv_up_proj", "q_proj": "linear_q_proj"}
+        buffers |= {f"{ours}self_attention.{names[x]}.weight": each for part in latent for x, each in part.items()}
+        for kind, qkv in ({} if facts.latent else _qkv(tensors, hf + "self_attn")).items():
             grouped = np.concatenate([x.reshape(groups, -1, *x.shape[1:]) for x in qkv], axis=1)
             rows = np.split(grouped.reshape(-1, *qkv[0].shape[1:]), layout.tp)[at.tp]
             buffers[f"{ours}self_attention.linear_qkv.{kind}"] = rows
@@ -113,12 +137,17 @@ def trainer_buffers(tensors: Arrays, facts: ModelFacts, layout: ParallelLayout, 
             ours + "self_attention.linear_proj.weight": proj,
             ours + "pre_mlp_layernorm.weight": tensors[hf + "post_attention_layernorm.weight"],
         }
-        if facts.num_experts:
+        if f"{hf}{_block(facts)}.gate.weight" in tensors:
             local_experts = facts.num_experts // layout.ep
             chosen = range(at.ep * local_experts, (at.ep + 1) * local_experts)
             w13, w2 = _experts(tensors, hf + _block(facts), chosen, at.etp, layout.etp)
             router = tensors[f"{hf}{_block(facts)}.gate.weight"]
             buffers |= {ours + "mlp.router.weight": router, ours + "mlp.experts.w13": w13, ours + "mlp.experts.w2": w2}
+            if facts.shared_intermediate_size:
+                fc1, fc2 = _mlp(tensors, hf + "mlp.shared_experts", at.tp, layout.tp)
+                shared = ours + "mlp.shared_experts.linear_"
+                buffers |= {f"{shared}fc1.weight": fc1, f"{shared}fc2.weight": fc2}
+                buffers[ours + "mlp.router.expert_bias"] = tensors[hf + "mlp.gate.e_score_correction_bias"]
         else:
             fc1, fc2 = _mlp(tensors, hf + "mlp", at.tp, layout.tp)
             buffers |= {ours + "mlp.linear_fc1.weight": fc1, ours + "mlp.linear_fc2.weight": fc2}
@@ -141,18 +170,25 @@ def rollout_buffers(tensors: Arrays, facts: ModelFacts, tp: int, tp_size: int, *
     for i in range(facts.num_layers):
         layer = f"model.layers.{i}."
         kv_copies = max(tp_size // facts.num_kv_heads, 1)
-        for kind, (q, k, v) in _qkv(tensors, layer + "self_attn").items():
+        if facts.latent:
+            whole, by_head = _latent(tensors, layer + "self_attn", tp, tp_size)
+            if "q_a_proj" in whole:
+                fused = [whole.pop("q_a_proj"), whole.pop("kv_a_proj_with_mqa")]
+                whole["fused_qkv_a_proj"] = np.concatenate(fused)
+            buffers |= {f"{layer}self_attn.{name}.weight": each for name, each in (whole | by_head).items()}
+        for kind, (q, k, v) in ({} if facts.latent else _qkv(tensors, layer + "self_attn")).items():
             by_head = [np.repeat(x.reshape(facts.num_kv_heads, -1, *x.shape[1:]), kv_copies, axis=0) for x in (k, v)]
             local = [np.split(q, tp_size)[tp], *(np.concatenate(np.split(x, tp_size)[tp]) for x in by_head)]
             buffers[f"{layer}self_attn.qkv_proj.{kind}"] = np.concatenate(local)
         same = ["input_layernorm", "post_attention_layernorm"]
         same += ["self_attn.q_norm", "self_attn.k_norm"] if facts.model_type in ("qwen3", "qwen3_moe") else []
-        same += [f"{_block(facts)}.gate"] if facts.num_experts else []
+        sparse = f"{layer}{_block(facts)}.gate.weight" in tensors
+        same += [f"{_block(facts)}.gate"] if sparse else []
         buffers |= {f"{layer}{name}.weight": tensors[f"{layer}{name}.weight"] for name in same}
         out = np.split(tensors[layer + "self_attn.o_proj.weight"], tp_size, 1)[tp]
         buffers[layer + "self_attn.o_proj.weight"] = out
         block = layer + _block(facts)
-        if facts.num_experts:
+        if sparse:
             per_rank = facts.num_experts // tp_size
             whole = (range(tp * per_rank, (tp + 1) * per_rank), 0, 1)
             parts = whole if expert_parallel else (range(facts.num_experts), tp, tp_size)
@@ -161,6 +197,12 @@ def rollout_buffers(tensors: Arrays, facts: ModelFacts, tp: int, tp_size: int, *
                 f"{block}.experts.routed_experts.w13_weight": w13,
                 f"{block}.experts.routed_experts.w2_weight": w2,
             }
+            if facts.shared_intermediate_size:
+                gate_up, down = _mlp(tensors, f"{block}.shared_experts", tp, tp_size)
+                shared = f"{block}.shared_experts."
+                buffers |= {f"{shared}gate_up_proj.weight": gate_up, f"{shared}down_proj.weight": down}
+                bias = f"{block}.gate.e_score_correction_bias"
+                buffers[bias] = tensors[bias]
         else:
             gate_up, down = _mlp(tensors, block, tp, tp_size)
             buffers |= {f"{block}.gate_up_proj.weight": gate_up, f"{block}.down_proj.weight": down}

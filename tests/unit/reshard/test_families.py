@@ -49,7 +49,9 @@ LAYOUTS = [
 
 
 DENSE = [layout for layout in LAYOUTS if layout.ep == layout.etp == 1]
-TRAINED = {"qwen3_moe": LAYOUTS, "mixtral": LAYOUTS[::4]} | dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE)
+TRAINED = {"qwen3_moe": LAYOUTS, "mixtral": LAYOUTS[::4], "deepseek_v3": LAYOUTS[1::3]} | dict.fromkeys(
+    ("llama", "qwen2", "qwen3"), DENSE
+)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_critic_parameters(layout: ParallelLayout, tied: bool) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("model_type", "expert_parallel"),
-    [*((name, False) for name in CONFIGS), *((name, True) for name in ("qwen3_moe", "mixtral"))],
+    [*((name, False) for name in CONFIGS), *((name, True) for name in ("qwen3_moe", "mixtral", "deepseek_v3"))],
 )
 def test_rollout_parameters(model_type: str, expert_parallel: bool, tp: int) -> None:
     config = CONFIGS[model_type]
@@ -202,6 +204,18 @@ def test_what_a_family_lacks_is_refused_by_name(model_type: str, change: dict[st
 def test_unsupported_configs_are_refused_by_name(change: dict[str, object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         model_facts(CONFIG | change)
+
+
+def test_correction_biases_stay_float32() -> None:
+    config = CONFIGS["deepseek_v3"]
+    family, layout = family_for(config), ParallelLayout(tp=2, pp=1, cp=1, ep=2, etp=1, world_size=2)
+    for specs in (
+        family.trainer_specs(config, layout, "bfloat16"),
+        family.rollout_specs(config, 2, (0, 1), "bfloat16"),
+    ):
+        wide = {spec.name for spec in specs if spec.dtype == "float32"}
+        assert wide == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (2, 3)}
+        assert {spec.dtype for spec in specs} == {"bfloat16", "float32"}
 
 
 def test_layouts_that_cannot_shard_name_the_choices() -> None:

@@ -36,6 +36,8 @@ def test_arguments_follow_the_config() -> None:
     assert cpu["max_model_len"] == 128 and cpu["max_num_batched_tokens"] == 9000 and cpu["skip_tokenizer_init"]
     few = engine_arguments(config(max_num_batched_tokens=50, max_num_seqs=4), Path("/model"), "cpu")
     assert few["max_num_batched_tokens"] == 50
+    latent = engine_arguments(config(), Path("/model"), "cpu", latent=True)
+    assert latent["attention_config"] == {"backend": "CPU_MLA"} and "attention_config" not in cpu
     cuda = engine_arguments(config(max_model_len=77, stop=["x"], free_cache_engine=False), Path("/model"), "cuda")
     assert cuda["max_model_len"] == 77 and not cuda["skip_tokenizer_init"] and not cuda["enable_sleep_mode"]
     assert cuda["moe_backend"] == "triton" and not cuda["enforce_eager"] and "kv_cache_memory_bytes" not in cuda

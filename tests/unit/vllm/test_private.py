@@ -147,6 +147,7 @@ def test_gumbel_noise_depends_on_seed_and_token_alone() -> None:
 
 def test_attention_owns_the_kv_cache() -> None:
     assert "kv_cache" in inspect.getsource(private.Attention.__init__), "Attention no longer holds the KV cache"
+    assert "self.kv_cache = " in inspect.getsource(private.MLAAttention.__init__), "MLAAttention's KV cache has moved"
 
 
 def test_only_weights_stay_out_of_the_pool_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,3 +205,9 @@ def test_routers_tell_what_they_choose() -> None:
     source = inspect.getsource(GPUModelRunner)
     assert "self.scheduler_config =" in source and "self.query_start_loc.np[1 : num_reqs + 1] = cu_num_tokens" in source
     assert "self.input_batch.num_computed_tokens_cpu[req_index] = num_computed_tokens" in source
+
+
+def test_latent_attention_derives_two_tensors_from_kv_b_proj() -> None:
+    source = inspect.getsource(private.MLAAttention.process_weights_after_loading)
+    assert "W_UK_T" in source and "W_UV" in source, "MLAAttention derives other tensors: see private.renew_derived"
+    assert "kv_b_proj" in parameters(private.MLAAttention.__init__)
