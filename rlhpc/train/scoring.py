@@ -50,6 +50,6 @@ class Scorer:
         penalty = self._overlong_penalty if training else None
         penalties = [penalty(len(c.token_ids)) if penalty else None for c in completions]
         return [
-            Trajectory(prompt, completion, text, results[o].score, results[o].status, penalties[index])
-            for index, (prompt, completion, text, o) in enumerate(zip(owners, completions, texts, order, strict=True))
+            Trajectory(prompt, completion, text, results[o].score, results[o].status, penalties[o])
+            for prompt, completion, text, o in zip(owners, completions, texts, order, strict=True)
         ]
