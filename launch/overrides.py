@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,14 @@ from hydra.errors import HydraException
 from rlhpc.config.load import MISSING, known_keys, open_section, violations
 from rlhpc.errors import ConfigError
 
+REFERENCE, ACTOR = "actor_rollout_ref.ref.megatron.", "actor_rollout_ref.actor.megatron."
+DEFAULT_SIZE = "1"  # of every parallel group
+
 
 def checked(arguments: Sequence[str], config_dir: Path) -> list[str]:
     """`arguments` without the verl keys that change nothing here; raises ConfigError that lists all
     that are wrong."""
-    kept, problems = [], []
+    kept, problems, given = [], [], _given(arguments)
     options_elsewhere = any(argument.startswith(("--config-dir", "-cd")) for argument in arguments)
     for argument in arguments:
         if argument.startswith("-") or ("=" not in argument and not argument.startswith("~")):
@@ -36,7 +39,7 @@ def checked(arguments: Sequence[str], config_dir: Path) -> list[str]:
         elif group.is_dir() and not isinstance(override.value(), dict):
             problems += [] if options_elsewhere else _unknown_options(override, group)
             kept.append(argument)
-        else:
+        elif not _repeats_the_actor(key, given):
             problems += _refusals(override)
             if key in known_keys():
                 kept.append(argument.lstrip("+"))
@@ -46,6 +49,18 @@ def checked(arguments: Sequence[str], config_dir: Path) -> list[str]:
     if problems:
         raise ConfigError("\n".join(problems))
     return kept
+
+
+def _given(arguments: Sequence[str]) -> dict[str, str]:
+    """The values as they were written, by key."""
+    return {
+        key.lstrip("+"): value for key, equals, value in (argument.partition("=") for argument in arguments) if equals
+    }
+
+
+def _repeats_the_actor(key: str, given: Mapping[str, str]) -> bool:
+    """Whether it gives verl's reference policy the layout that the actor is given, which it has here anyway."""
+    return key.startswith(REFERENCE) and given.get(key) == given.get(key.replace(REFERENCE, ACTOR, 1), DEFAULT_SIZE)
 
 
 def _unknown_options(override: Override, group: Path) -> list[str]:

@@ -87,7 +87,12 @@ def suggest(key: str) -> str:
         by_name.setdefault(known.rpartition(".")[2], []).append(known)
     names = get_close_matches(key.rpartition(".")[2], by_name, n=2, cutoff=0.75)
     near = [known for name in names for known in by_name[name]]
-    near = get_close_matches(key, near, n=3, cutoff=0.0) or get_close_matches(key, known_keys(), n=1, cutoff=0.8)
+    if not near:  # beginnings that are alike must not hide endings that have nothing in common
+        named = [
+            known for name in get_close_matches(key.rpartition(".")[2], by_name, 9, 0.6) for known in by_name[name]
+        ]
+        near = get_close_matches(key, named, n=1, cutoff=0.8)
+    near = get_close_matches(key, near, n=3, cutoff=0.0)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -62,6 +62,12 @@ def test_unknown_key_names_the_nearest(key, nearest):
     assert nearest in message.split("did you mean ")[1].split(" or ")[0]
 
 
+def test_beginnings_that_are_alike_suggest_nothing():
+    assert (
+        refusal("actor_rollout_ref.rollout.quick_sampling", 1) == "unknown key actor_rollout_ref.rollout.quick_sampling"
+    )
+
+
 def test_unknown_key_far_from_all():
     assert refusal("foo.bar", 1) == "unknown key foo.bar"
 
@@ -128,6 +134,10 @@ def test_bad_interpolation():
         ("actor_rollout_ref.rollout.calculate_log_probs", True),
         ("actor_rollout_ref.ref.megatron.param_offload", True),
         ("actor_rollout_ref.ref.megatron.optimizer_offload", False),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.moe_permute_fusion", True),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type", "alltoall"),
+        ("actor_rollout_ref.actor.checkpoint.save_contents", ["model", "optimizer", "extra"]),
+        ("actor_rollout_ref.model.mtp.enable", False),
         ("algorithm.filter_groups.max_inflight_gen_batches", 1),
         ("reward_model.reward_manager", "dapo"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg", {"enable": False, "log": False}),
@@ -157,6 +167,18 @@ def test_verl_key_that_says_what_is_done_anyway(key, value):
         ("actor_rollout_ref.ref.megatron.param_offload", False, "set actor_rollout_ref.actor.megatron.param_offload"),
         ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size", 2, "the actor's layout"),
         ("actor_rollout_ref.actor.router_replay.mode", "R3", "set actor_rollout_ref.actor.megatron.router_replay.mode"),
+        (
+            "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff",
+            0.01,
+            "set actor_rollout_ref.actor.megatron.moe_aux_loss_coeff",
+        ),
+        (
+            "actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload",
+            True,
+            "set actor_rollout_ref.actor.megatron.optimizer_offload",
+        ),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type", "flex", "remove it"),
+        ("trainer.v1.sampler.max_off_policy_threshold", 1, "take turns"),
         ("actor_rollout_ref.rollout.engine_kwargs", {"vllm": {"a": 1}}, "only the keys of"),
         ("algorithm.filter_groups.max_inflight_gen_batches", 2, "set 1"),
         ("algorithm.rollout_correction.rollout_is_batch_normalize", True, "set false"),

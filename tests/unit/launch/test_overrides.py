@@ -54,6 +54,16 @@ def test_verl_keys_that_change_nothing_are_dropped():
     assert checked(["actor_rollout_ref.model.use_remove_padding=True", "seed=1"], CONFIGS) == ["seed=1"]
 
 
+def test_verls_reference_may_repeat_the_actors_layout():
+    ref, actor = "actor_rollout_ref.ref.megatron", "actor_rollout_ref.actor.megatron"
+    ep = f"{actor}.expert_model_parallel_size=4"
+    given = [ep, f"{ref}.expert_model_parallel_size=4", f"{ref}.pipeline_model_parallel_size=1"]
+    assert checked(given, CONFIGS) == [ep]
+    assert refusal(ep, f"{ref}.expert_model_parallel_size=2") == [
+        f"{ref}.expert_model_parallel_size=2 is verl's: the reference policy has the actor's layout; remove it"
+    ]
+
+
 def test_all_refusals_at_once():
     assert refusal(
         "experiment=tiny_aritmetic",
