@@ -172,6 +172,8 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
         f"step      {batch} prompts * n={ref.rollout.n} = {batch * ref.rollout.n} trajectories, "
         f"{updates_per_step(cfg, ref.actor)} optimizer steps{_of_critic(cfg)}"
     )
+    if cfg.algorithm.filter_groups.enable:
+        yield f"          out of {cfg.data.draw_size} prompts drawn at a time, until as many have answers that differ"
     yield f"writes    {cfg.run_dir}"
     yield ""
     yield from _memory_table(rank_memory(cfg, model_config))
