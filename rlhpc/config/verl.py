@@ -91,12 +91,12 @@ def _trained(section: str) -> dict[str, VerlKey]:
                 ("moe_router_dtype", ("fp32",)),
                 ("moe_router_load_balancing_type", ("aux_loss",)),
                 ("moe_enable_deepep", (False,)),
-                ("moe_z_loss_coeff", (0, 0.0, None)),
                 ("account_for_*_in_pipeline_split", (False,)),
                 ("deallocate_pipeline_outputs", _ANY),
                 ("persist_layer_norm", _ANY),
             )
         },
+        f"{megatron}.override_transformer_config.moe_z_loss_coeff": VerlKey("not available; set 0", (0, 0.0, None)),
         f"{megatron}.override_transformer_config.moe_aux_loss_coeff": VerlKey(
             f"set {_MEGATRON}.moe_aux_loss_coeff", (0, 0.0)
         ),
