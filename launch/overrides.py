@@ -23,9 +23,12 @@ def checked(arguments: Sequence[str], config_dir: Path) -> list[str]:
     that are wrong."""
     kept, problems, given = [], [], _given(arguments)
     options_elsewhere = any(argument.startswith(("--config-dir", "-cd")) for argument in arguments)
-    for argument in arguments:
-        if argument.startswith("-") or ("=" not in argument and not argument.startswith("~")):
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if argument.startswith("-") or ("=" not in argument and before.startswith("-")):
             kept.append(argument)  # a flag of Hydra, or its value
+            continue
+        if argument.startswith("=") or ("=" not in argument and not argument.startswith("~")):
+            problems.append(f"{argument!r} is no override; give KEY=VALUE without blanks, such as seed=1")
             continue
         try:
             override = OverridesParser.create().parse_override(argument)

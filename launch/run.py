@@ -13,7 +13,15 @@ sys.path.insert(0, str(ROOT))  # works where rlhpc is not installed; Ray's proce
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach main() as exceptions, bugs keep their traceback
 
-import hydra  # noqa: E402
+try:
+    import hydra
+except ModuleNotFoundError:
+    print(
+        f"error: {sys.executable} has no hydra; take the environment that bash scripts/setup.sh makes: "
+        "source .venv/bin/activate",
+        file=sys.stderr,
+    )
+    raise SystemExit(2) from None
 from hydra.core.config_store import ConfigStore  # noqa: E402
 from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from hydra.errors import HydraException  # noqa: E402

@@ -24,6 +24,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.metrics.console import ETA_WINDOW, duration
 
 PIPED_WIDTH = 1000  # columns: in a file or a pipe a run stays on one line
+MAX_NAMED = 9  # runs, in an error
 WAITING = ("pending", "held")
 COLOURS = {
     "running": "green", "finished": "bold green", "pending": "yellow", "held": "bold yellow", "failed": "bold red",
@@ -109,8 +110,8 @@ def one_run(argument: str) -> Run:
     """The run that RUN|JOB means. Raises ConfigError where several are meant, or none."""
     runs, _ = look(argument)
     if len(runs) > 1:
-        names = "\n".join(f"  {run.directory}" for run in runs)
-        raise ConfigError(f"{argument} means {len(runs)} runs; choose one of them:\n{names}")
+        names = [f"  {run.directory}" for run in runs[:MAX_NAMED]] + ["  ..."] * (len(runs) > MAX_NAMED)
+        raise ConfigError("\n".join([f"{argument} means {len(runs)} runs; choose one of them:", *names]))
     return runs[0]
 
 

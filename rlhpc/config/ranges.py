@@ -156,7 +156,7 @@ def unknown_names(cfg: RunConfig) -> Iterator[str]:
         value = value_of(cfg, key)
         for name in value if isinstance(value, list) else [value]:
             if name is not None and name not in known:
-                near = get_close_matches(name, known, n=1)
+                near = get_close_matches(name, known, n=1, cutoff=0.7)
                 hint = f"did you mean {near[0]}? " if near else ""
                 yield f"{key}={name!r} is unknown; {hint}choose {', '.join(sorted(known))}"
 

@@ -42,7 +42,6 @@ def refusal(*arguments):
         ("hydra/launcher=basic", "hydra/launcher=basic"),
         ("--cfg", "--cfg"),
         ("-m", "-m"),
-        ("job", "job"),
         ("data={shuffle: false}", "data={shuffle: false}"),
     ],
 )
@@ -52,6 +51,12 @@ def test_kept(given, kept):
 
 def test_verl_keys_that_change_nothing_are_dropped():
     assert checked(["actor_rollout_ref.model.use_remove_padding=True", "seed=1"], CONFIGS) == ["seed=1"]
+
+
+def test_flags_keep_their_values():
+    assert checked(["--cfg", "job", "seed=1"], CONFIGS) == ["--cfg", "job", "seed=1"]
+    told = "is no override; give KEY=VALUE without blanks, such as seed=1"
+    assert refusal("seed", "=", "3") == [f"'seed' {told}", f"'=' {told}", f"'3' {told}"]
 
 
 def test_verls_reference_may_repeat_the_actors_layout():

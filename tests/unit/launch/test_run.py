@@ -68,6 +68,12 @@ def test_user_errors_have_no_traceback_and_exit_2(tmp_path, arguments, message):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_wrong_environment_is_named():
+    done = subprocess.run([sys.executable, "-S", "launch/run.py"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {sys.executable} has no hydra") and ".venv/bin/activate" in done.stderr
+
+
 def test_unknown_key_in_a_yaml_file(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  nnode: 1\n")
