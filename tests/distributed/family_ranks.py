@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,14 @@ PROMPT_LENGTHS = (1, 7, 40, 90)
 
 @dataclass(frozen=True)
 class Case:
-    """A model directory, how the two ranks train it, and how many of them hold one rollout replica."""
+    """A model directory, how the ranks train it, how many of them hold one rollout replica, and where both compute."""
 
     model_dir: Path
     sizes: Mapping[str, int]
     rollout_tp: int
+    device: str = "cpu"
+    dtype: str = "float32"
+    rollout: Mapping[str, Any] = field(default_factory=dict)
 
 
 def steps(calls: Mapping[str, tuple[Path, Mapping[str, int]]]) -> dict[str, dict[str, Any]]:
@@ -46,10 +49,12 @@ def all_cases(cases: Mapping[str, Case], out_dir: Path) -> dict[str, dict[str, A
 def _case(name: str, case: Case, out_dir: Path) -> dict[str, Any]:
     """One optimizer step from the file's weights. Then from them again: export, publish, sample; two steps of
     training; checkpoint, export, publish, sample."""
-    outcome: dict[str, Any] = {"step": one_step(case.model_dir, case.sizes, max_tokens=40)}
+    where: dict[str, Any] = {"device": case.device, "model__dtype": case.dtype}
+    outcome: dict[str, Any] = {"step": one_step(case.model_dir, case.sizes, max_tokens=40, **where)}
     forget_groups()
-    trainer = make_trainer(case.model_dir, case.sizes)
-    with engine(str(case.model_dir), case.rollout_tp, f"rlhpc{name}") as running:
+    trainer = make_trainer(case.model_dir, case.sizes, **where)
+    options = {"device": case.device, "dtype": case.dtype, **case.rollout}
+    with engine(str(case.model_dir), case.rollout_tp, f"rlhpc{name}", **options) as running:
         copies = plan(trainer.source_specs(), running.sink_specs())
         resharder = Resharder(copies, dist.get_rank(), None, 1 << 20)
         for version, stage in enumerate(("loaded", "trained")):
@@ -93,7 +98,7 @@ def _trainer_logprobs(trainer: Any, sequences: Sequence[TokenSequence]) -> dict[
     values = trainer.logprobs(batches, temperature=1.0, model="policy")
     mine: dict[int, np.ndarray] = {}
     for batch, value in zip(batches, values, strict=True):
-        mine |= {i: row.numpy() for i, row in split_by_sequence(value, batch).items()}
+        mine |= {i: row.cpu().numpy() for i, row in split_by_sequence(value, batch).items()}
     parts: list[dict[int, np.ndarray]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     return {i: row for part in parts for i, row in part.items()}

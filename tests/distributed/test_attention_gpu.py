@@ -34,11 +34,13 @@ def packed(lengths: Sequence[int]) -> PackedSequences:
     return made
 
 
-def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+def written_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], scale: float
+) -> torch.Tensor:
     groups, outputs = query.shape[1] // key.shape[1], []
     for q, k, v in zip(*(x.float().split(list(lengths)) for x in (query, key, value)), strict=True):
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
+        scores = torch.einsum("ihd,jhd->hij", q, k) * scale
         hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
         outputs.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1))
     return torch.cat(outputs)
@@ -47,21 +49,37 @@ def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, len
 @pytest.mark.parametrize("backend", [pytest.param("fused", marks=needs_transformer_engine), "flash", "local"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 4, 128), (9, 3, 64)])
 def test_equals_softmax_written_out(backend: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    check(backend, Heads(heads, kv_heads, head_dim), scale=None)
+
+
+@pytest.mark.parametrize("backend", ["flash", "local"])
+def test_values_shorter_than_keys_and_a_scale_of_its_own(backend: str) -> None:
+    """DeepSeek-V3's heads, and its temperature for long contexts."""
+    check(backend, Heads(16, 16, 192, 128), scale=1.87 / 192**0.5)
+
+
+def check(backend: str, sizes: Heads, scale: float | None) -> None:
     """The backward multiplies rounded probabilities and gradients: 2^-8 each."""
+    heads, kv_heads, head_dim, value_size = sizes
     config = TransformerConfig(
         num_layers=1, hidden_size=heads * head_dim, num_attention_heads=heads, num_query_groups=kv_heads,
         kv_channels=head_dim, attention_dropout=0.0,
-        attention_backend=attention_backend(backend, CUDA, torch.bfloat16, Heads(heads, kv_heads, head_dim)),
+        attention_backend=attention_backend(backend, CUDA, torch.bfloat16, sizes),
     )  # fmt: skip
-    attention = PackedAttention(config)
+    attention = PackedAttention(config, softmax_scale=scale)
     for lengths in map(sorted, BATCHES):
         torch.manual_seed(len(lengths))
         *inputs, gradient = (
-            torch.randn(sum(lengths), n, head_dim, device=CUDA).bfloat16() for n in (heads, kv_heads, kv_heads, heads)
+            torch.randn(sum(lengths), n, size, device=CUDA).bfloat16()
+            for n, size in zip(
+                (heads, kv_heads, kv_heads, heads),
+                (head_dim, head_dim, value_size or head_dim, value_size or head_dim),
+                strict=True,
+            )
         )
         leaves = [x.requires_grad_() for x in inputs]
         found = attention.attend(*leaves, packed(lengths))
-        wanted = written_out(*leaves, lengths)
+        wanted = written_out(*leaves, lengths, scale or head_dim**-0.5)
         assert found.dtype == torch.bfloat16 and found.shape == wanted.shape
         values = [(y, *torch.autograd.grad(y, leaves, gradient.flatten(1).to(y.dtype))) for y in (found, wanted)]
         for name, a, b in zip(("output", "dq", "dk", "dv"), *values, strict=True):
