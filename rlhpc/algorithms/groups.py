@@ -105,11 +105,11 @@ class VaryingGroups(Groups):
         else:
             return
         found, num_prompts = len(self._kept) // self._n, self._num_sampled // self._n
-        alike = ", ".join(f"{count} groups {value:g}" for value, count in self._alike.most_common(3))
+        alike = ", ".join(f"{count} at {value:g}" for value, count in self._alike.most_common(3)) or "none"
         failed = f"; {self._num_failed} of {self._num_sampled} rewards failed" if self._num_failed else ""
         raise ExhaustedError(
             f"only {found} of data.train_batch_size={self._wanted} groups have answers that differ in "
-            f"{self._metric}, after {num_prompts} prompts ({limit}). All of a group alike: {alike}{failed}. Give "
+            f"{self._metric}, after {num_prompts} prompts ({limit}). Groups all alike: {alike}{failed}. Give "
             "prompts that the model solves sometimes, neither never nor always; or raise actor_rollout_ref.rollout.n, "
             "its temperature, or max_num_gen_batches; or set algorithm.filter_groups.enable=false. Another run_dir "
             "takes the state over with resume.from, with resume.what=weights where the prompts are others"

@@ -89,7 +89,7 @@ def test_gives_up_after_batches_that_teach_nothing() -> None:
     told = str(caught.value)
     assert "only 1 of data.train_batch_size=4 groups have answers that differ in acc, after 12 prompts" in told
     assert "(3 generation batches without one more)" in told
-    assert "6 groups 0, 5 groups 1; 4 of 24 rewards failed" in told
+    assert "Groups all alike: 6 at 0, 5 at 1; 4 of 24 rewards failed" in told
     assert "algorithm.filter_groups.enable=false" in told
 
 
