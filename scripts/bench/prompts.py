@@ -36,19 +36,20 @@ def write_problems(path: Path, count: int, shortest: int, longest: int, seed: in
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_tokenizer(directory: Path, texts: Sequence[str], vocab_size: int) -> None:
-    """A token for each word of `texts`, the most frequent ones where they don't fit, and words of its own up to
-    `vocab_size`, so that whatever a model samples can be decoded. Also says in config.json which token ends an answer.
+def write_tokenizer(directory: Path, texts: Sequence[str], vocab_size: int, more: Sequence[str] = ()) -> None:
+    """A token for each word of `texts`, the most frequent ones where they don't fit, `more` special ones, and words of
+    its own up to `vocab_size`, so that whatever a model samples can be decoded. Also says in config.json which token
+    ends an answer.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     counted = Counter(word for text in [*texts, "user assistant"] for word in _WORDS.findall(text))
     words = [word for word, _ in counted.most_common((vocab_size - len(SPECIAL)) // 2)]
-    own = [f"word{i}" for i in range(vocab_size - len(SPECIAL) - len(words))]
-    vocab = {token: index for index, token in enumerate([*SPECIAL, *words, *own])}
+    own = [f"word{i}" for i in range(vocab_size - len(SPECIAL) - len(words) - len(more))]
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *words, *own, *more])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=SPECIAL[-1]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_special_tokens([*SPECIAL, *more])
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": PAD, "bos_token": BOS, "eos_token": EOS,

@@ -80,7 +80,7 @@ def main() -> None:
     shape = SHAPES[args.shape]
     num_parameters = write_model(args.out / "model", shape)
     texts = write_prompts(args.out / "prompts.jsonl", PROMPTS_PER_STEP * args.steps)
-    write_tokenizer(args.out / "model", texts, shape["vocab_size"])
+    write_tokenizer(args.out / "model", texts, shape["vocab_size"], ["\n"])  # verl looks for it
     print(f"{args.out}: {num_parameters / 1e6:.1f} M parameters, {len(texts)} prompts")
 
 
