@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlhpc.data.packing import TokenSequence, pack, split_by_sequence
@@ -23,10 +22,12 @@ def head(hidden_size: int) -> torch.Tensor:
     return 0.1 * torch.randn(hidden_size, generator=torch.Generator().manual_seed(11))
 
 
-def one_step(model_dir: Path, sizes: Mapping[str, int], max_tokens: int, **settings: Any) -> dict[str, Any]:
+def one_step(
+    model_dir: Path, sizes: Mapping[str, int], max_tokens: int, device: str = "cpu", **settings: Any
+) -> dict[str, Any]:
     """Values by sequence, metrics, this rank's parts of all gradients and the specs to place them with. Old values and
     returns are at fixed distances from the critic's own."""
-    trainer = make_trainer(model_dir, sizes, adv_estimator="gae", **settings)
+    trainer = make_trainer(model_dir, sizes, device=device, adv_estimator="gae", **settings)
     critic = trainer.critic
     batch = sequences(NUM_SEQUENCES, seed=3)
     batches = pack(batch, dp_size=trainer.data_parallel_size, max_tokens=max_tokens)[trainer.data_parallel_rank]
@@ -37,7 +38,7 @@ def one_step(model_dir: Path, sizes: Mapping[str, int], max_tokens: int, **setti
                 shard.master.copy_(head(critic.module.facts.hidden_size)[shard.start : shard.stop])
     critic.optimizer.publish_masters()
     policy = {name: value.clone() for name, value in trainer.source_buffers().items()}
-    values, by_sequence, filled = trainer.values(batches), {}, []
+    values, by_sequence, filled = [of_tokens.cpu() for of_tokens in trainer.values(batches)], {}, []
     for packed, of_tokens in zip(batches, values, strict=True):
         by_sequence |= {i: row.numpy() for i, row in split_by_sequence(of_tokens, packed).items()}
         shifts = packed.token_fields
@@ -46,12 +47,14 @@ def one_step(model_dir: Path, sizes: Mapping[str, int], max_tokens: int, **setti
     metrics = trainer.step(filled, loss_spec(batch))
     return {
         "dp_rank": trainer.data_parallel_rank,
-        "untrained": max(float(np.abs(of_tokens).max()) for of_tokens in untrained),
+        "untrained": max(float(of_tokens.abs().max()) for of_tokens in untrained),
         "values": by_sequence,
         "metrics": metrics,
         "policy_changed": [n for n, value in trainer.source_buffers().items() if not torch.equal(value, policy[n])],
-        "moved": float((trainer.values(batches)[0] - values[0]).abs().max()),
-        "gradient_shards": {s.name: (s.start, s.stop, s.master.grad.numpy().copy()) for s in critic.optimizer.shards()},
+        "moved": float((trainer.values(batches)[0].cpu() - values[0]).abs().max()),
+        "gradient_shards": {
+            s.name: (s.start, s.stop, s.master.grad.cpu().numpy().copy()) for s in critic.optimizer.shards()
+        },
         "shapes": {name: tuple(value.shape) for name, value in critic.buffers().items()},
         "specs": critic.specs,
         "layout": trainer.layout,

@@ -10,8 +10,8 @@ import torch
 
 from rlhpc.errors import ConfigError
 from tests.distributed import megatron_ranks
-from tests.distributed.checkpoint_ranks import save
-from tests.distributed.megatron_ranks import make_trainer, train
+from tests.distributed.checkpoint_ranks import save, train
+from tests.distributed.megatron_ranks import make_trainer
 
 
 def in_turn(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
@@ -27,11 +27,15 @@ def copied(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
     return {key: tensor.cpu().clone() for key, tensor in tensors.items()}
 
 
-def sleep_and_train(model_dir: Path, dtype: str, checkpoints: Path, device: str = "cuda") -> dict[str, Any]:
+def sleep_and_train(
+    model_dir: Path, dtype: str, checkpoints: Path, device: str = "cuda", adv_estimator: str = "grpo"
+) -> dict[str, Any]:
     """What each part of a sleep frees, whether everything comes back and is found meanwhile, and three steps after it
     against the same steps of the same state without a sleep."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    trainer = make_trainer(model_dir, {}, device=device, model__dtype=dtype, actor__use_kl_loss=True)
+    trainer = make_trainer(
+        model_dir, {}, device=device, adv_estimator=adv_estimator, model__dtype=dtype, actor__use_kl_loss=True
+    )
     list(train(trainer, range(1)))
     weights, state = copied(trainer.source_buffers()), copied(dict(trainer.state_pieces().pieces))
     right: dict[str, bool] = {}
@@ -66,6 +70,9 @@ def sleep_and_train(model_dir: Path, dtype: str, checkpoints: Path, device: str 
     right["same steps"] = without == metrics and equal(dict(trainer.state_pieces().pieces), after)
     return {
         "parameters": sum(weight.numel() for weight in weights.values()),
+        "critic_parameters": sum(weight.numel() for weight in trainer.critic.buffers().values())
+        if trainer.critic
+        else 0,
         "allocated": allocated,
         "right": right,
         "metrics": metrics,

@@ -107,25 +107,30 @@ def test_layouts_agree_on_a_slice_of_a_real_shape(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def slept(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All in one start of the rank."""
-    directories = {name: tmp_path_factory.mktemp(name) for name in (*TOLERANCES, "staying")}
+    directories = {name: tmp_path_factory.mktemp(name) for name in (*TOLERANCES, "critic", "staying")}
     calls: list[tuple[str, dict[str, Any]]] = [
         ("sleep_and_train", {"model_dir": model_dir, "dtype": dtype, "checkpoints": directories[dtype]})
         for dtype in TOLERANCES
     ]
+    critic = {"dtype": "bfloat16", "adv_estimator": "gae", "checkpoints": directories["critic"]}
+    calls += [("sleep_and_train", {"model_dir": model_dir} | critic)]
     calls += [("stay_awake", {"model_dir": model_dir, "checkpoints": directories["staying"]})]
     calls += [("overlap", {"num_bytes": 2**32})]
     (outcomes,) = run_ranks("tests.distributed.offload_ranks:in_turn", 1, calls=calls)
-    return dict(zip((*TOLERANCES, "staying", "overlap"), outcomes, strict=True))
+    return dict(zip((*TOLERANCES, "critic", "staying", "overlap"), outcomes, strict=True))
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_sleep_frees_and_wake_restores(slept: dict[str, Any], dtype: str) -> None:
-    """Per parameter: weight, two moments, the reference's weight, and a master for bfloat16; its float32 gradient is
-    gone first. Steps whose state arrives while they run equal steps without a sleep, bit by bit."""
-    outcome = slept[dtype]
+@pytest.mark.parametrize("case", [*TOLERANCES, "critic"])
+def test_sleep_frees_and_wake_restores(slept: dict[str, Any], case: str) -> None:
+    """Per parameter: weight, two moments, the reference's weight, and a master for bfloat16, as a critic's is; its
+    float32 gradient is gone first. Steps whose state arrives while they run equal steps without a sleep, bit by bit."""
+    outcome = slept[case]
     awake, leaving, asleep = outcome["allocated"]
-    assert awake - leaving >= 4 * outcome["parameters"]
-    assert leaving - asleep >= {"float32": 4 + 8 + 4, "bfloat16": 2 + 4 + 8 + 2}[dtype] * outcome["parameters"]
+    policy, critic = outcome["parameters"], outcome["critic_parameters"]
+    assert (critic > 0) == (case == "critic")
+    assert awake - leaving >= 4 * (policy + critic)
+    per_parameter = 4 + 8 + 4 if case == "float32" else 2 + 4 + 8 + 2
+    assert leaving - asleep >= per_parameter * policy + (2 + 4 + 8) * critic
     assert all(outcome["right"].values()), outcome
     assert all(np.isfinite(m["actor/grad_norm"]) and m["actor/grad_norm"] > 0 for m in outcome["metrics"])
 
