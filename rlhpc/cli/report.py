@@ -23,12 +23,31 @@ LEARNING = (
     "actor/ppo_kl",
     "actor/kl_loss",
     "response_length/mean",
+    "response_length/clip_ratio",
     "training/rollout_logprobs_diff_mean",
+    "reward/zero_std_group_ratio",
     "reward/error_rate",
     "reward/timeout_rate",
     "perf/throughput",
 )
-VISIBLE_SHARE = 0.005  # of the time; thinner phases would only fill the plot's legend
+PANELS = (  # of the plot: title, unit, and metrics by name or, with a slash at the end, all below it
+    ("reward of the samples", "mean", ("critic/score/mean",)),
+    ("validation", "", ("val-core/",)),
+    ("response length", "tokens", ("response_length/mean",)),
+    ("shares", "", ("response_length/clip_ratio", "reward/zero_std_group_ratio", "actor/pg_clipfrac")),
+    ("entropy", "nats per token", ("actor/entropy",)),
+    ("gradient norm", "", ("actor/grad_norm", "critic/grad_norm")),
+    ("logprobs, trainer less engine", "mean distance", ("training/rollout_logprobs_diff_mean",)),
+    ("throughput", "tokens/s per rank", ("perf/throughput",)),
+)
+SHORT_NAMES = {
+    "response_length/clip_ratio": "cut off",
+    "reward/zero_std_group_ratio": "groups of equal rewards",
+    "actor/pg_clipfrac": "ratios clipped",
+}
+COLUMNS = 3
+SMOOTHED_FROM = 100  # steps; then a moving mean of a fiftieth of them is drawn over the values
+SHOWN_SHARE, VISIBLE_SHARE = 0.0005, 0.005  # of the time: in the table, and in the plot, whose legend would be long
 
 
 def report(run_dir: Path, plot: Path | None = None) -> str:
@@ -72,38 +91,60 @@ def timing_shares(rows: Rows) -> dict[str, tuple[float, float]]:
 
 
 def write_plot(rows: Rows, path: Path) -> Path:
-    """A PNG of reward, validation and time per step."""
+    """A PNG of PANELS, each metric over steps, and of where the time of a step goes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    height = -(-(len(PANELS) + 1) // COLUMNS)
+    figure = Figure(figsize=(4.5 * COLUMNS, 3.2 * height), layout="constrained")
     FigureCanvasAgg(figure)
-    reward, validation, timing = figure.subplots(1, 3)
-    reward.plot(*series(rows, "critic/score/mean"))
-    reward.set(title="reward of the samples", xlabel="step", ylabel="mean")
-    for name in _names(rows, "val-core/"):
-        validation.plot(*series(rows, name), marker="o", label=name.removeprefix("val-core/"))
-    validation.set(title="validation", xlabel="step")
-    if validation.lines:
-        validation.legend()
-    phases = [f"timing_s/{phase}" for phase, (_, share) in timing_shares(rows).items() if share >= VISIBLE_SHARE]
-    steps = [row["step"] for row in rows]
-    if phases:
-        stacked = [[row.get(name) or 0.0 for row in rows] for name in phases]
-        timing.stackplot(steps, stacked, labels=[name.removeprefix("timing_s/") for name in phases])
-        timing.legend(*(entries[::-1] for entries in timing.get_legend_handles_labels()), bbox_to_anchor=(1, 1))
-    timing.set(title="time", xlabel="step", ylabel="s")
-    for axes in (reward, validation, timing):
+    panels = figure.subplots(height, COLUMNS).flat
+    for axes, (title, unit, metrics) in zip(panels, PANELS, strict=False):
+        _draw(axes, rows, [name for prefix in metrics for name in _names(rows, prefix)])
+        axes.set(title=title, xlabel="step", ylabel=unit)
+    _draw_time(panels[len(PANELS)], rows)
+    for axes in panels:
+        axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
     try:
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=110)
     except OSError as error:
         raise DataError(f"the plot can't be written: {error}; choose another place with --plot PNG") from error
     return path
 
 
+def moving_mean(values: Sequence[float], width: int) -> list[float]:
+    """Each value's mean with the `width` - 1 before it, as far as there are."""
+    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+
+
+def _draw(axes: Any, rows: Rows, names: Sequence[str]) -> None:
+    for colour, name in enumerate(names):
+        steps, values = series(rows, name)
+        many = len(values) >= SMOOTHED_FROM
+        style = {"color": f"C{colour}", "label": SHORT_NAMES.get(name, name.removeprefix("val-core/"))}
+        if many:
+            axes.plot(steps, values, alpha=0.3, color=style["color"])
+            values = moving_mean(values, len(values) // 50)
+        axes.plot(steps, values, marker="" if many or not name.startswith("val-core/") else "o", **style)
+    if len(names) > 1 or any(name.startswith("val-core/") for name in names):
+        axes.legend(fontsize="small")
+
+
+def _draw_time(axes: Any, rows: Rows) -> None:
+    phases = [f"timing_s/{phase}" for phase, (_, share) in timing_shares(rows).items() if share >= VISIBLE_SHARE]
+    if phases:
+        stacked = [[row.get(name) or 0.0 for row in rows] for name in phases]
+        axes.stackplot(
+            [row["step"] for row in rows], stacked, labels=[name.removeprefix("timing_s/") for name in phases]
+        )
+        axes.legend(*(entries[::-1] for entries in axes.get_legend_handles_labels()), fontsize="small")
+    axes.set(title="time of a step", xlabel="step", ylabel="s")
+
+
 def _names(rows: Rows, prefix: str) -> list[str]:
-    return sorted({name for row in rows for name in row if name.startswith(prefix)})
+    names = {name for row in rows for name in row}
+    return sorted(name for name in names if (name.startswith(prefix) if prefix.endswith("/") else name == prefix))
 
 
 def _learning(rows: Rows) -> Iterator[str]:
@@ -124,4 +165,5 @@ def _learning(rows: Rows) -> Iterator[str]:
 def _timing(rows: Rows) -> Iterator[str]:
     yield f"{'phase':<40}{'s per step':>12}{'share':>12}"
     for phase, (seconds, share) in timing_shares(rows).items():
-        yield f"{phase:<40}{seconds:>12.3f}{share:>12.1%}"
+        if share >= SHOWN_SHARE:
+            yield f"{phase:<40}{seconds:>12.3f}{share:>12.1%}"

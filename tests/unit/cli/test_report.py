@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rlhpc.cli.report import report, series, timing_shares
+from rlhpc.cli.report import moving_mean, report, series, timing_shares
 from rlhpc.errors import DataError
 
 ROWS = [
@@ -36,6 +36,10 @@ def test_numbers():
     assert series(ROWS, "critic/score/mean") == ([1, 2], [0.5, 0.75])
     assert series(ROWS, "actor/entropy") == ([], [])  # null: not finite
     assert timing_shares(ROWS) == {"gen": (2.0, 0.6), "update_actor": (1.0, 0.3), "testing": (1 / 3, 0.1)}
+
+
+def test_moving_mean():
+    assert moving_mean([1.0, 3.0, 5.0, 1.0], 2) == [1.0, 2.0, 4.0, 3.0]
 
 
 def test_text_and_plot(tmp_path):
