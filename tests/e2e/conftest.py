@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import command, run_to_end, write_task
+from tests.e2e.runs import DYNAMIC, command, run_to_end, write_task
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of six steps."""
+    """An uninterrupted run of six steps, sampled dynamically."""
     folder = tmp_path_factory.mktemp("reference")
-    run_to_end(command(task, folder / "run"), folder / "log")
+    run_to_end(command(task, folder / "run", *DYNAMIC), folder / "log")
     return folder / "run"

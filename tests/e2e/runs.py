@@ -22,6 +22,8 @@ from rlhpc.metrics.records import MEASURED
 from tests.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
+# Steps of eight groups out of two or three batches of six prompts: some groups are alike, some are too many.
+DYNAMIC = ("algorithm.filter_groups.enable=true", "data.gen_batch_size=6", "reward.overlong_buffer.enable=true")
 _started: set[int] = set()  # pids, of which one owns the session of its run
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.checkpoint.store import CheckpointStore
-from tests.e2e.runs import command, comparable, finish, rows, run_to_end, start
+from tests.e2e.runs import DYNAMIC, command, comparable, finish, rows, run_to_end, start
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk(task: Path, reference: Path, tmp_path: Path, small_disk: Path) -> None:
     run_dir, log, store = tmp_path / "run", tmp_path / "log", CheckpointStore(small_disk)
-    arguments = command(task, run_dir, f"trainer.default_local_dir={small_disk}", "trainer.save_freq=1")
+    arguments = command(task, run_dir, *DYNAMIC, f"trainer.default_local_dir={small_disk}", "trainer.save_freq=1")
     assert finish(start([*arguments, "trainer.total_training_steps=4"], log), log) == 2
     assert store.steps() == [1]
     assert (small_disk / "latest").read_text() == "step-000001\n"

@@ -16,6 +16,7 @@ import pytest
 from rlhpc.checkpoint.manifest import committed_steps
 from rlhpc.checkpoint.store import CheckpointStore
 from tests.e2e.runs import (
+    DYNAMIC,
     ROOT,
     assert_same_end,
     command,
@@ -37,6 +38,20 @@ def test_the_uninterrupted_run_trains(reference: Path) -> None:
     # On the same weights both engines agree: the first mini-batch of a step is on-policy.
     assert max(row["training/rollout_probs_diff_max"] for row in metrics[1:]) < 1e-4
     assert metrics[6]["val-core/digits/reward/mean@1"] != metrics[0]["val-core/digits/reward/mean@1"]
+
+
+def test_groups_are_drawn_until_a_step_is_full(reference: Path) -> None:
+    """Every drawn group is trained on, alike, or too many; the prompts of all go by, epoch after epoch."""
+    batches, name = 0, "training/filter_groups"
+    for row in rows(reference)[1:]:
+        batches += row["train/num_gen_batches"]
+        alike, surplus = row[f"{name}/evicted_samples"], row[f"{name}/discarded_surplus_samples"]
+        assert 8 + alike + surplus == 6 * row["train/num_gen_batches"] and alike > 0
+        assert row["reward/zero_std_group_ratio"] == 0.0
+        assert row["training/epoch"] == batches * 6 // 24
+        # Digits' share is at most 1; nearly all answers run into the limit, which costs 1.
+        assert row["overlong/penalty/mean"] < -0.5 and row["critic/score/mean"] < 0 <= row[f"{name}/sampled_score/mean"]
+    assert batches > 2 * 6
 
 
 def test_what_the_ranks_measured_is_part_of_what_the_driver_did(reference: Path) -> None:
@@ -66,7 +81,7 @@ def test_the_weights_change(reference: Path) -> None:
 
 def test_killed_between_and_within_steps_then_damaged(task: Path, reference: Path, tmp_path: Path) -> None:
     """SIGKILL right after a step that isn't committed, then at a random moment; then the disk loses a bit."""
-    arguments, log, run_dir = command(task, tmp_path / "run"), tmp_path / "log", tmp_path / "run"
+    arguments, log, run_dir = command(task, tmp_path / "run", *DYNAMIC), tmp_path / "log", tmp_path / "run"
     process = start(arguments, log)
     wait_for(lambda: len(rows(run_dir)) >= 4, process, log)  # step 3 is logged, 2 the newest checkpoint
     os.kill(process.pid, signal.SIGKILL)
@@ -102,7 +117,7 @@ def test_another_run_takes_over_the_whole_state_under_another_layout(
         "actor_rollout_ref.actor.megatron.expert_model_parallel_size=1",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     ]
-    run_to_end(command(task, run_dir, *layout, f"resume.from={origin}"), log)
+    run_to_end(command(task, run_dir, *DYNAMIC, *layout, f"resume.from={origin}"), log)
     said = " ".join(log.read_text().split())
     assert f"starting after step 4 with the whole state of {origin}, saved" in said
     assert "differs actor_rollout_ref.actor.megatron.expert_model_parallel_size: 2 -> 1" in said

@@ -19,6 +19,7 @@ from rlhpc.cluster.attempt import Attempt, StopNotice, read_json
 from rlhpc.cluster.submission import prepare
 from rlhpc.config.load import load_file
 from tests.e2e.runs import (
+    DYNAMIC,
     ROOT,
     assert_same_end,
     command,
@@ -49,13 +50,18 @@ def committed(run_dir: Path) -> int:
 def test_stopped_in_phase_after_phase(task: Path, reference: Path, tmp_path: Path) -> None:
     """One attempt after the other, each stopped in another phase."""
     log, run_dir, hang = tmp_path / "log", tmp_path / "run", task / "hang"
-    arguments = command(task, run_dir, "data.val_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
-    arguments += ["reward.timeout_s=3600"]
+    arguments = command(task, run_dir, *DYNAMIC, "data.val_batch_size=2", "reward.timeout_s=3600")
+
+    def hang_in(step: int) -> None:
+        if read_json(run_dir / "progress.json")["step"] == step:
+            hang.touch()
+
     for phase, number in STOPS.items():
         newest = committed(run_dir)
         process = start(arguments, log)
-        if phase == "score":
-            in_phase("generate", run_dir, process, log, lambda pid: hang.touch())  # no reward answers from now on
+        while phase == "score" and not hang.exists():  # in the first batch of a step; of no further one rewards answer
+            step = in_phase("score", run_dir, process, log, lambda pid: None)["step"]
+            in_phase("generate", run_dir, process, log, lambda pid, step=step: hang_in(step))
         # To the whole group, as timeout, Slurm and a terminal's Ctrl-C do: the ranks have to outlive the save.
         seen = in_phase(phase, run_dir, process, log, lambda pid, number=number: os.killpg(os.getpgid(pid), number))
         assert finish(process, log) == 75, log.read_text()[-3000:]
@@ -84,9 +90,17 @@ def test_stopped_in_phase_after_phase(task: Path, reference: Path, tmp_path: Pat
     assert progress and progress["outcome"] == "lost" and f"error: {progress['reason']}" == told[0]
     assert leftovers() == []
 
+    newest = committed(run_dir)
+    assert finish(start([*arguments, "algorithm.filter_groups.max_num_gen_batches=1"], log), log) == 1
+    told = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert re.search(
+        r"only \d of data.train_batch_size=8 groups .* after 6 prompts \(.*max_num_gen_batches=1\)", told[-1]
+    )
+    assert committed(run_dir) == newest
+
     run_to_end(arguments, log)
     assert_same_end(run_dir, reference)
-    attempts_with_ranks = len(STOPS) - 1 + 2
+    attempts_with_ranks = len(STOPS) - 1 + 3
     assert len(rank_pids(run_dir, 0)) == attempts_with_ranks, "one log over all attempts, each with its header"
 
 
