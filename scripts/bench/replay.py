@@ -142,12 +142,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, log = args.model or Path(folder, "model"), Path(folder, "rank.log")
         in_a_process_of_its_own(write_model, model, args.layers, device)
+        found: dict[str, Any] = {}
         try:
             rates = in_a_process_of_its_own(without, model, args, device, log)
             found = in_a_process_of_its_own(with_replay, model, args, device, log)
-        except Exception:
-            print(log.read_text(errors="replace")[-6000:], file=sys.stderr)
-            raise
+        finally:
+            if not found:
+                print(log.read_text(errors="replace")[-6000:], file=sys.stderr)
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     report = {
         "command": " ".join(["python -m scripts.bench.replay", *sys.argv[1:]]),

@@ -235,11 +235,7 @@ def recorded(model_dir: str, device: str, dtype: str, num_blocks: int | None, **
     result: dict[str, Any] = {}
     for name in ("vllm's draws", "ours", "again"):
         samples, routing = Watched(private.Batch(llm), seeds), Routing(private.Batch(llm), chosen, bytes_on_device=9000)
-
-        def record(*sampled: torch.Tensor, samples: Watched = samples, routing: Routing = routing) -> None:
-            samples.record(*sampled)
-            routing.record(*sampled)
-
+        record = both(samples.record, routing.record)
         llm.reset_prefix_cache()
         with private.sampling(llm, None if name == "vllm's draws" else samples.draw, record):
             outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -272,6 +268,14 @@ def recorded(model_dir: str, device: str, dtype: str, num_blocks: int | None, **
         }
     private.shut_down(llm)
     return result
+
+
+def both(first: Callable[..., None], second: Callable[..., None]) -> Callable[..., None]:
+    def called(*arguments: Any) -> None:
+        first(*arguments)
+        second(*arguments)
+
+    return called
 
 
 def redrawn(distributions: torch.Tensor, seeds: np.ndarray, positions: np.ndarray) -> torch.Tensor:
