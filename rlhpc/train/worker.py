@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -265,7 +266,7 @@ class RayRanks:
         few times a second meanwhile; what it raises leaves the ranks to `close`. See Caller."""
         import ray
 
-        arguments = per_rank if per_rank is not None else [()] * self.world_size
+        arguments = _stored_once(per_rank) if per_rank is not None else [()] * self.world_size
         pending = {
             actor.answer.remote(phase, method, *args, **common): rank
             for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True))
@@ -326,6 +327,19 @@ class RayRanks:
 
         for actor in self._actors:
             ray.kill(actor)
+
+
+def _stored_once(per_rank: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The arguments, where several ranks are given the same list (the ranks of a model all have its microbatches), with
+    one copy of it in Ray's object store: Ray itself writes one for each call."""
+    import ray
+
+    times = Counter(id(argument) for arguments in per_rank for argument in arguments if isinstance(argument, list))
+    stored: dict[int, Any] = {}
+    for argument in (argument for arguments in per_rank for argument in arguments):
+        if times[id(argument)] > 1 and id(argument) not in stored:
+            stored[id(argument)] = ray.put(argument)
+    return [tuple(stored.get(id(argument), argument) for argument in arguments) for arguments in per_rank]
 
 
 def first_failure(method: str, errors: dict[int, Any], logs: Sequence[Path]) -> RlhpcError:

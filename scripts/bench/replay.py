@@ -147,7 +147,7 @@ def main() -> None:
             rates = in_a_process_of_its_own(without, model, args, device, log)
             found = in_a_process_of_its_own(with_replay, model, args, device, log)
         finally:
-            if not found:
+            if not found and log.exists():
                 print(log.read_text(errors="replace")[-6000:], file=sys.stderr)
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     report = {
