@@ -163,14 +163,14 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
         of_critic = sum(prod(spec.shape) for spec in _critic_specs(cfg, model_config))
         kind = critic_model_config(cfg, model_config)["model_type"]
         yield f"critic    {kind}, {ref.model.dtype}, {of_critic:,} parameters"
-    yield f"ranks     {layout.world_size} = {cfg.trainer.nnodes} nodes * {cfg.trainer.n_gpus_per_node}"
+    yield f"ranks     {layout.world_size} = {_counted(cfg.trainer.nnodes, 'node')} * {cfg.trainer.n_gpus_per_node}"
     yield f"trainer   dense    tp={layout.tp} cp={layout.cp} pp={layout.pp} dp={layout.dp}"
     yield f"          experts  etp={layout.etp} ep={layout.ep} pp={layout.pp} edp={layout.edp}"
     tp, ep = ref.rollout.tensor_model_parallel_size, ref.rollout.expert_parallel_size
-    yield f"rollout   {replicas} replicas of tp={tp} ep={ep}"
+    yield f"rollout   {_counted(replicas, 'replica')} of tp={tp} ep={ep}"
     yield (
         f"step      {batch} prompts * n={ref.rollout.n} = {batch * ref.rollout.n} trajectories, "
-        f"{updates_per_step(cfg, ref.actor)} optimizer steps{_of_critic(cfg)}"
+        f"{_counted(updates_per_step(cfg, ref.actor), 'optimizer step')}{_of_critic(cfg)}"
     )
     if cfg.algorithm.filter_groups.enable:
         yield f"          out of {cfg.data.draw_size} prompts drawn at a time, until as many have answers that differ"
@@ -203,6 +203,10 @@ def _node_table(node: NodeMemory, device: str) -> Iterator[str]:
     rows += [("checkpoint copies", node.checkpoint_copies), ("total", node.total)]
     for name, num_bytes in rows:
         yield f"  {name:<18}{readable(num_bytes):>12}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def readable(num_bytes: float) -> str:

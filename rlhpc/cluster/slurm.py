@@ -350,6 +350,10 @@ def _run(*command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         raise SlurmError(
             f"{shown}: no answer in {timeout_s:g} s; see whether the controller is up: scontrol ping"
         ) from error
+    if done.returncode and "configuration source" in done.stderr:
+        raise SlurmError(
+            f"{shown}: Slurm doesn't know its cluster here; set SLURM_CONF, or run this on one of its nodes"
+        )
     if done.returncode:
         raise SlurmError(f"{shown}: exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout

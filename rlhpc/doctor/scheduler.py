@@ -35,8 +35,9 @@ def scheduler(*, wanted: bool) -> Iterator[Finding]:
     try:
         cluster, offset = Cluster.ask(), slurm.clock_offset_s()
     except SlurmError as error:
-        fix = "scontrol ping tells whether the controller is up, SLURM_CONF which cluster is meant"
-        yield judged("Slurm", str(error).splitlines()[-1], fix, failed=wanted, warning=True)
+        found, _, fix = str(error).splitlines()[-1].partition("; ")
+        fix = fix or "scontrol ping tells whether the controller is up"
+        yield judged("Slurm", found, fix, failed=wanted, warning=True)
         return
     config = cluster.config
     yield from (refusal("Slurm", line) for line in preflight.too_old(cluster))

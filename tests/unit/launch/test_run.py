@@ -111,7 +111,7 @@ def test_plan_prints_the_layout_and_starts_nothing(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "experts  etp=1 ep=2 pp=1 edp=1" in done.stdout
-    assert "rollout   1 replicas of tp=2" in done.stdout
+    assert "rollout   1 replica of tp=2" in done.stdout
     assert sorted(tmp_path.iterdir()) == before
 
 
