@@ -52,7 +52,9 @@ def temp_root(root: Path) -> Iterator[Finding]:
         with tempfile.TemporaryDirectory(prefix="rlhpc-", dir=place) as probe, socket.socket(socket.AF_UNIX) as sock:
             sock.bind(f"{probe}/s")
     except OSError as error:
-        yield Finding("node's directory", "failed", f"{place} takes no sockets of Ray's: {error.strerror}", fix)
+        yield Finding(
+            "node's directory", "failed", f"{place} takes no sockets of Ray's: {error.strerror or error}", fix
+        )
         return
     disk = os.statvfs(place)
     free = disk.f_bavail * disk.f_frsize
@@ -66,12 +68,12 @@ def temp_root(root: Path) -> Iterator[Finding]:
 
 
 def _write_rate(probe: Path) -> float:
-    """MB/s of one file, until it is on the device."""
+    """MB/s of one file, each chunk until it is on the device: what a slow one has taken in can't be taken back."""
     block, written, begin = os.urandom(CHUNK_BYTES), 0, time.monotonic()
     with (probe / "data").open("wb", buffering=0) as file:
         while written < PROBE_BYTES and time.monotonic() - begin < PROBE_S:
             written += file.write(block)
-        os.fsync(file.fileno())
+            os.fsync(file.fileno())
     return written / 1e6 / (time.monotonic() - begin)
 
 
@@ -90,11 +92,11 @@ def _abilities(probe: Path) -> Iterator[Finding]:
             lacking[name] = f"no {name} ({error.strerror}): {meaning}"
     found = "; ".join(lacking.values()) or ", ".join(tried)
     fix = "keep runs on another file system: run_dir=DIR"
-    yield judged("its abilities", found, fix, failed="rename" in lacking, warning=bool(lacking))
+    yield judged("file system", found, fix, failed="rename" in lacking, warning=bool(lacking))
     (probe / "now").touch()
     skew = (probe / "now").stat().st_mtime - time.time()
     fix = "have server and clients follow one time server; chronyc tracking shows the difference"
-    yield judged("its clock", f"{abs(skew):.1f} s from this machine's", fix, warning=abs(skew) > MAX_SKEW_S)
+    yield judged("times of files", f"{abs(skew):.1f} s from this machine's", fix, warning=abs(skew) > MAX_SKEW_S)
 
 
 def _rename(probe: Path) -> None:

@@ -44,7 +44,9 @@ def scheduler(*, wanted: bool) -> Iterator[Finding]:
     yield Finding("Slurm", "ok", f"{config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}")
     if offset is not None:
         fix = "deadlines would be misjudged; have both follow one time server"
-        yield judged("its clock", f"{abs(offset):.0f} s from this machine's", fix, warning=abs(offset) > MAX_SKEW_S)
+        yield judged(
+            "controller's clock", f"{abs(offset):.0f} s from this machine's", fix, warning=abs(offset) > MAX_SKEW_S
+        )
     default = cluster.default_partition()
     for name, fields in cluster.partitions.items():
         yield _partition(f"partition {name}{' (default)' if name == default else ''}", fields, cluster)

@@ -112,9 +112,10 @@ def _packages(kind: str, installed: Mapping[str, str], root: Path) -> Finding:
 
 
 def _compiler(kind: str) -> Iterator[Finding]:
-    compiler = shutil.which("g++") or shutil.which("c++")
-    fix = "apt-get install g++, or have the site's module loaded: 'cluster.setup=[module load gcc]'"
-    yield judged("compiler", compiler or "no g++, with which torch.compile builds kernels", fix, failed=not compiler)
+    able = ("g++", "c++") if kind == "cpu" else ("gcc", "clang", "cc")  # for torch's kernels, for Triton's launchers
+    compiler = next(filter(None, map(shutil.which, able)), None)
+    fix = f"apt-get install {able[0]}, or have the site's module loaded: 'cluster.setup=[module load gcc]'"
+    yield judged("compiler", compiler or f"no {able[0]}, without which no kernel is compiled", fix, failed=not compiler)
     headers = Path(sysconfig.get_path("include"), "Python.h")
     if kind == "gpu" and not headers.is_file():
         fix = f"apt-get install python{PYTHONS[kind]}-dev, or use a Python that has its headers"

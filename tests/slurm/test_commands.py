@@ -271,7 +271,7 @@ def test_the_doctor_sees_the_cluster_and_the_job(workplace: Workplace) -> None:
     )  # fmt: skip
     assert seen["GPUs"] == ("ok", f"gpu:4 on {of} nodes")
     assert seen["what is left"] == ("ok", "ProctrackType=proctrack/cgroup")
-    assert seen["its clock"] == ("ok", "0 s from this machine's")
+    assert seen["controller's clock"] == ("ok", "0 s from this machine's")
     assert seen["this job"][0] == "ok" and re.search(r" on \S+, \S+, [67] min left$", seen["this job"][1])
     assert found["machine", "memory"]["found"].endswith("GiB free of 3.0 that a process may have")
     assert "for Ray, VLLM_HOST_IP=" in found["network", "interface"]["found"]

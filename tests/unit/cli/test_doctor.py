@@ -98,7 +98,7 @@ def test_a_full_disk_and_one_that_runs_nothing(mounted: Path) -> None:
 
 def test_a_good_directory_is_left_as_it_was(tmp_path: Path) -> None:
     levels = {one.check: one.level for one in run_directory(tmp_path / "run")}
-    assert levels == {"run directory": "ok", "its abilities": "ok", "its clock": "ok"}
+    assert levels == {"run directory": "ok", "file system": "ok", "times of files": "ok"}
     assert list(tmp_path.iterdir()) == []
 
 
