@@ -14,13 +14,14 @@ def experts(*values: int) -> np.ndarray:
 
 
 def test_what_the_prefix_cache_answered_is_taken_from_who_computed_it() -> None:
-    tokens = [np.array(ids, np.int32) for ids in ([1, 2, 3, 4, 9], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8, 9])]
-    # The third lacks six tokens: four of them the second lacks too, which the first has.
-    positions = [np.arange(0, 4), np.arange(4, 6), np.arange(6, 7)]
-    found = [experts(10, 11, 12, 13), experts(24, 25), experts(36)]
+    """The third lacks eight tokens; the second has seven of them, and lacks the one that the first has."""
+    common = [1, 2, 3, 4, 5, 6, 7, 8]
+    tokens = [np.array(ids, np.int32) for ids in ([1, 9, 9], [*common, 50, 51], [*common, 60, 61])]
+    positions = [np.arange(0, 2), np.arange(1, 9), np.arange(8, 9)]
+    found = [experts(100, 101), experts(*range(201, 209)), experts(38)]
     whole = whole_routing(positions, found, tokens)
     assert [routing.ravel().tolist() for routing in whole] == [
-        [10, 11, 12, 13], [10, 11, 12, 13, 24, 25], [10, 11, 12, 13, 24, 25, 36],
+        [100, 101], [100, *range(201, 209)], [100, *range(201, 208), 38],
     ]  # fmt: skip
 
 
