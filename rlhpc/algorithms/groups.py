@@ -17,7 +17,7 @@ METRICS: dict[str, Callable[[Trajectory], float]] = {
     "seq_reward": lambda trajectory: trajectory.reward,
     "seq_final_reward": lambda trajectory: trajectory.reward,
 }
-FEWEST_TRIES = 10  # generation batches that may teach nothing, one after the other, however short an epoch is
+FEWEST_BATCHES = 10  # that a step may be sampled in where no limit is set, however short an epoch is
 
 
 class Groups:
@@ -52,22 +52,19 @@ class VaryingGroups(Groups):
     they have no advantage, and wants further prompts instead. As in verl 0.9 (recipe/dapo) groups beyond the wanted
     ones are dropped too; the metrics count both."""
 
-    def __init__(self, wanted: int, n: int, *, metric: str, max_batches: int, patience: int) -> None:
-        """`max_batches` at most are drawn, 0 and less: any number. In either case no more than `patience` one after the
-        other of which nothing is kept."""
+    def __init__(self, wanted: int, n: int, *, metric: str, max_batches: int) -> None:
         super().__init__(wanted, n)
-        self._metric, self._value, self._max_batches, self._patience = metric, METRICS[metric], max_batches, patience
+        self._metric, self._value, self._max_batches = metric, METRICS[metric], max_batches
         self._alike: Counter[float] = Counter()  # groups dropped, by the value that all of their samples have
-        self._num_sampled = self._num_failed = self._num_barren = 0
+        self._num_sampled = self._num_failed = 0
         self._sum = 0.0
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raises ExhaustedError where this batch was the last try and groups are still missing."""
+        """Raises ExhaustedError where this was the last of `max_batches` and groups are still missing."""
         self.num_batches += 1
         self._num_sampled += len(trajectories)
         self._num_failed += sum(trajectory.reward_status != "ok" for trajectory in trajectories)
         self._sum += sum(trajectory.score for trajectory in trajectories)
-        kept_before = len(self._kept)
         for begin in range(0, len(trajectories), self._n):
             group = trajectories[begin : begin + self._n]
             values = {self._value(trajectory) for trajectory in group}
@@ -75,9 +72,8 @@ class VaryingGroups(Groups):
                 self._kept += group
             else:
                 self._alike[values.pop()] += 1
-        self._num_barren = self._num_barren + 1 if len(self._kept) == kept_before else 0
-        if not self.full:
-            self._check_tries()
+        if not self.full and self.num_batches >= self._max_batches:
+            raise ExhaustedError(self._told())
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -97,19 +93,15 @@ class VaryingGroups(Groups):
             f"{prefix}/failed_reward_ratio": self._num_failed / self._num_sampled,
         }
 
-    def _check_tries(self) -> None:
-        if 0 < self._max_batches <= self.num_batches:
-            limit = f"algorithm.filter_groups.max_num_gen_batches={self._max_batches}"
-        elif self._num_barren >= self._patience:
-            limit = f"{self._num_barren} generation batches without one more"
-        else:
-            return
+    def _told(self) -> str:
         found, num_prompts = len(self._kept) // self._n, self._num_sampled // self._n
         alike = ", ".join(f"{count} at {value:g}" for value, count in self._alike.most_common(3)) or "none"
         failed = f"; {self._num_failed} of {self._num_sampled} rewards failed" if self._num_failed else ""
-        raise ExhaustedError(
+        return (
             f"only {found} of data.train_batch_size={self._wanted} groups have answers that differ in "
-            f"{self._metric}, after {num_prompts} prompts ({limit}). Groups all alike: {alike}{failed}. Give "
+            f"{self._metric}, after {num_prompts} prompts in {self.num_batches} batches, the most for a step "
+            "(algorithm.filter_groups.max_num_gen_batches; 0: an epoch's, at least 10). Groups all alike: "
+            f"{alike}{failed}. Give "
             "prompts that the model solves sometimes, neither never nor always; or raise actor_rollout_ref.rollout.n, "
             "its temperature, or max_num_gen_batches; or set algorithm.filter_groups.enable=false. Another run_dir "
             "takes the state over with resume.from, with resume.what=weights where the prompts are others"

@@ -29,6 +29,12 @@ def algorithm_problems(cfg: RunConfig) -> Iterator[str]:
             "algorithm.kl_ctrl.type=adaptive is for the KL in the reward, but algorithm.use_kl_in_reward=false; set "
             "that true, or type=fixed (actor.kl_loss_coef of a KL in the loss is constant)"
         )
+    num_samples, horizon = cfg.data.train_batch_size * n, algorithm.kl_ctrl.horizon
+    if algorithm.kl_ctrl.type == "adaptive" and num_samples >= 5 * horizon:
+        yield (
+            f"algorithm.kl_ctrl.horizon={horizon} is too short for the {num_samples} samples of a step: the "
+            f"coefficient would not stay above 0; set at least {num_samples // 5 + 1}"
+        )
     yield from _filter_groups(cfg)
     yield from _corrections(cfg)
     yield from _overlong_buffer(cfg)
@@ -38,10 +44,10 @@ def _filter_groups(cfg: RunConfig) -> Iterator[str]:
     filtering, data, n = cfg.algorithm.filter_groups, cfg.data, cfg.actor_rollout_ref.rollout.n
     on = "algorithm.filter_groups.enable=true"
     if not filtering.enable:
-        if data.train_batch_size % data.draw_size:
+        if data.draw_size != data.train_batch_size:
             yield (
-                f"data.gen_batch_size={data.gen_batch_size} must divide data.train_batch_size={data.train_batch_size} "
-                f"where every group is trained on; set null, or {on}, which draws prompts until there are enough"
+                f"data.gen_batch_size={data.gen_batch_size} is for {on}, which draws prompts until there are enough; "
+                f"set null ({_ROLLOUT}.chunk_prompts cuts a generation into parts)"
             )
         return
     if n < 2:
@@ -64,13 +70,17 @@ def _corrections(cfg: RunConfig) -> Iterator[str]:
     correction, key = cfg.algorithm.rollout_correction, "algorithm.rollout_correction"
     try:
         parse_threshold(correction.rollout_is_threshold)
-        if correction.rollout_rs is not None:
-            parse_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
-        elif correction.rollout_rs_threshold is not None:
+    except ConfigError as error:
+        yield f"{key}.{error}"
+    if correction.rollout_rs is None:
+        if correction.rollout_rs_threshold is not None:
             yield (
                 f"{key}.rollout_rs_threshold={correction.rollout_rs_threshold} says nothing without {key}.rollout_rs; "
                 "set that, such as token_k1, or remove it"
             )
+        return
+    try:
+        parse_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
     except ConfigError as error:
         yield f"{key}.{error}"
 

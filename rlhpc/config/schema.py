@@ -194,7 +194,7 @@ class RolloutCorrectionConfig:
 class FilterGroupsConfig:
     enable: bool = False  # drop groups whose samples are all alike, and draw more prompts in their place (DAPO)
     metric: str = "reward"  # that they are alike in: acc, score: as the reward function gave it; reward: less penalties
-    max_num_gen_batches: int = 0  # most generation batches of a step, then the run ends; 0: as long as some still help
+    max_num_gen_batches: int = 0  # most generation batches of a step, then the run ends; 0: an epoch's, at least 10
 
 
 @dataclass

@@ -46,8 +46,8 @@ class TokenSequence:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Response tokens that the loss is over: those that the field `loss_mask` leaves, all without one."""
-        return int(self.fields["loss_mask"].sum()) if "loss_mask" in self.fields else self.response_len
+        """Response tokens that the loss is over: those that the field `kept` marks, all without one."""
+        return int(self.fields["kept"].sum()) if "kept" in self.fields else self.response_len
 
     @classmethod
     def of(

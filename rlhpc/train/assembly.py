@@ -45,8 +45,7 @@ def assembled(
     device = resolve_device(cfg)
     tokenizer, dataset, held_out = load_data(cfg, directory)
     cursor = PromptCursor(len(dataset), cfg.data.draw_size, cfg.seed, cfg.data.shuffle, key=cfg.data.draw_key)
-    steps_per_epoch = cursor.batches_per_epoch * cfg.data.draw_size // cfg.data.train_batch_size
-    total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * steps_per_epoch
+    total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * cursor.batches_per_epoch
     num_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     progress.plan(total_steps)
     stop.check()

@@ -72,7 +72,7 @@ class TrainBatch:
     def critic_fields(self) -> dict[str, torch.Tensor]:
         """What travels to the trainer for the critic's update."""
         assert self.values is not None
-        shared = {name: self.fields[name] for name in ("loss_mask",) if name in self.fields}
+        shared = {name: self.fields[name] for name in ("kept",) if name in self.fields}
         return {"values": self.values, "returns": self.returns} | shared
 
 
@@ -132,9 +132,11 @@ def prepare(
         metrics |= more
     if correction.rollout_rs is not None:
         rules = parse_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
-        fields["loss_mask"], more = kept_by(rules, behavior, rollout.rollout_logprobs, mask)
+        fields["kept"], more = kept_by(rules, behavior, rollout.rollout_logprobs, mask)
         metrics |= more
     if algorithm.mask_truncated_completions:
         whole = torch.tensor([t.completion.finish_reason != "length" for t in rollout.trajectories])
-        fields["loss_mask"] = fields.get("loss_mask", mask) * whole.unsqueeze(-1)
+        fields["kept"] = fields.get("kept", mask) * whole.unsqueeze(-1)
+    if "kept" in fields:
+        metrics["training/kept_token_ratio"] = float(fields["kept"].sum() / mask.sum().clamp(min=1))
     return TrainBatch(rollout, behavior, rewards, advantages, returns, fields, metrics, of_critic)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from safetensors.numpy import save_file
 
-from rlhpc.algorithms.groups import FEWEST_TRIES, Groups, VaryingGroups
+from rlhpc.algorithms.groups import FEWEST_BATCHES, Groups, VaryingGroups
 from rlhpc.algorithms.kl import adapted_coef
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.stop import StopFlag, UpdateCut
@@ -161,13 +161,10 @@ class Run:
         filtering = self.cfg.algorithm.filter_groups
         if not filtering.enable:
             return Groups(wanted, n)
-        return VaryingGroups(
-            wanted,
-            n,
-            metric=filtering.metric,
-            max_batches=filtering.max_num_gen_batches,
-            patience=max(FEWEST_TRIES, self.cursor.batches_per_epoch),
-        )
+        most = filtering.max_num_gen_batches
+        if most <= 0:
+            most = max(FEWEST_BATCHES, self.cursor.batches_per_epoch)
+        return VaryingGroups(wanted, n, metric=filtering.metric, max_batches=most)
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], seed: int) -> list[Trajectory]:
         """Trajectories with their rewards. Raises StopRequested while a reward is waited for."""

@@ -19,11 +19,11 @@ def microbatch_loss(
     those of the step's whole batch.
 
     Reads the token fields trainer_logprobs and advantages, ref_logprobs with a KL loss, and if there rollout_weights
-    and loss_mask, the tokens that it is over.
+    and kept, the tokens that it is over.
     """
     rows = {name: unpack(values, batch)[0] for name, values in batch.token_fields.items()}
     policy, mask = unpack(logprobs, batch)
-    mask = rows.get("loss_mask", mask)
+    mask = rows.get("kept", mask)
     entropy, _ = unpack(entropies, batch)
     counts = {
         "num_global_tokens": spec.num_global_tokens,
@@ -56,10 +56,10 @@ def microbatch_loss(
 def microbatch_value_loss(
     values: torch.Tensor, batch: PackedBatch, spec: ValueLossSpec
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """As `microbatch_loss`, of the critic's `values` [T]. Reads the token fields values and returns, and loss_mask."""
+    """As `microbatch_loss`, of the critic's `values` [T]. Reads the token fields values and returns, and kept."""
     rows = {name: unpack(of_tokens, batch)[0] for name, of_tokens in batch.token_fields.items()}
     predicted, mask = unpack(values, batch)
-    mask = rows.get("loss_mask", mask)
+    mask = rows.get("kept", mask)
     loss, metrics = value_loss(
         predicted,
         rows["values"],

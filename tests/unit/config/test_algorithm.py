@@ -5,6 +5,7 @@ import pytest
 from tests.unit.config.test_checks import ACTOR, ROLLOUT, violations_of
 
 DAPO = {"algorithm.filter_groups.enable": True, "trainer.total_training_steps": 9}
+ADAPTIVE = {"algorithm.kl_ctrl.type": "adaptive", "algorithm.use_kl_in_reward": True}
 OVERLONG = {"reward.overlong_buffer.enable": True}
 CORRECTION = "algorithm.rollout_correction"
 
@@ -14,10 +15,10 @@ CORRECTION = "algorithm.rollout_correction"
     [
         {**DAPO, **OVERLONG, "data.gen_batch_size": 35, "algorithm.filter_groups.metric": "acc"},
         {**OVERLONG, "reward.overlong_buffer.len": 100},
-        {"reward.overlong_buffer.len": 0, "data.gen_batch_size": 4},
+        {"reward.overlong_buffer.len": 0, "data.gen_batch_size": 12},
         {f"{CORRECTION}.rollout_is_threshold": "0.5_5.0", f"{CORRECTION}.rollout_is": "token"},
         {f"{CORRECTION}.rollout_rs": "token_k1,seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold": "2.0,0.1"},
-        {"algorithm.kl_ctrl.type": "adaptive", "algorithm.use_kl_in_reward": True},
+        {**ADAPTIVE, "algorithm.kl_ctrl.horizon": 10},
     ],
 )
 def test_allowed(overrides):
@@ -27,7 +28,7 @@ def test_allowed(overrides):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ({"data.gen_batch_size": 5}, ["gen_batch_size=5 must divide data.train_batch_size=12", "filter_groups"]),
+        ({"data.gen_batch_size": 6}, ["gen_batch_size=6 is for algorithm.filter_groups.enable=true", "set null"]),
         ({**DAPO, "data.gen_batch_size": 3}, ["data.gen_batch_size=3 is below the 4 rollout replicas"]),
         (
             {**DAPO, "trainer.total_training_steps": None},
@@ -58,6 +59,7 @@ def test_allowed(overrides):
         ({f"{CORRECTION}.rollout_rs": "seq_max_k1"}, [f"{CORRECTION}.rollout_rs='seq_max_k1' is unknown"]),
         ({f"{CORRECTION}.rollout_rs": "token_k1"}, [f"{CORRECTION}.rollout_rs_threshold=None has 0 thresholds"]),
         ({f"{CORRECTION}.rollout_rs_threshold": 2.0}, [f"says nothing without {CORRECTION}.rollout_rs"]),
+        ({**ADAPTIVE, "algorithm.kl_ctrl.horizon": 9}, ["horizon=9 is too short for the 48 samples", "at least 10"]),
         ({"algorithm.kl_ctrl.type": "pid"}, ["choose adaptive, fixed"]),
         ({"algorithm.kl_ctrl.type": "adaptive"}, ["type=adaptive is for the KL in the reward", "or type=fixed"]),
     ],

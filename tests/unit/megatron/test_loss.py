@@ -23,7 +23,7 @@ def sequences(rows: tuple[int, ...], masks: dict[int, list[float]] | None = None
         rng = np.random.default_rng(row)
         fields = {name: rng.normal(size=RESPONSES[row]).astype(np.float32) for name in FIELDS}
         if masks is not None:
-            fields["loss_mask"] = np.array(masks.get(row, [1.0] * RESPONSES[row]), np.float32)
+            fields["kept"] = np.array(masks.get(row, [1.0] * RESPONSES[row]), np.float32)
         tokens = np.arange(2 + RESPONSES[row], dtype=np.int32)
         made.append(TokenSequence(row, tokens, 2, fields))
     return made

@@ -91,12 +91,13 @@ def test_what_is_rejected_or_truncated_leaves_the_loss_and_stays_in_the_group(ro
     strict = replace(plain, mask_truncated_completions=True)
     strict.rollout_correction = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=2.0)
     batch = prepare(rollout, logprobs, None, strict, kl_coef=0.1, kl_in_loss=False)
-    assert batch.fields["loss_mask"].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0], [1, 0, 0]]
+    assert batch.fields["kept"].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0], [1, 0, 0]]
     assert (
         batch.advantages.tolist()
         == prepare(rollout, logprobs, None, plain, kl_coef=0.1, kl_in_loss=False).advantages.tolist()
     )
     assert batch.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 7)
+    assert batch.metrics["training/kept_token_ratio"] == pytest.approx(3 / 7)
     assert [s.num_loss_tokens for s in rollout.sequences(**batch.fields)] == [1, 1, 0, 1]
     assert [s.num_loss_tokens for s in rollout.sequences()] == [2, 1, 3, 1]
 
