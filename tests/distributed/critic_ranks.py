@@ -47,6 +47,10 @@ def one_step(
     metrics = trainer.step(filled, loss_spec(batch))
     return {
         "dp_rank": trainer.data_parallel_rank,
+        "elsewhere": max(
+            float(of_tokens[packed.loss_mask == 0].abs().max())
+            for packed, of_tokens in zip(batches, values, strict=True)
+        ),
         "untrained": max(float(of_tokens.abs().max()) for of_tokens in untrained),
         "values": by_sequence,
         "metrics": metrics,

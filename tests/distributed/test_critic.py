@@ -114,7 +114,7 @@ def check_step(ranks: list[dict[str, Any]], expected: dict[str, Any], atol: floa
     assert {rank["metrics"]["critic/lr"] for rank in ranks} == {1e-5}
     for rank in ranks:
         assert rank["metrics"]["critic/grad_norm"] == pytest.approx(expected["norm"], rel=atol / 2)
-        assert rank["untrained"] == 0.0 and rank["policy_changed"] == [] and rank["moved"] > 0
+        assert rank["untrained"] == rank["elsewhere"] == 0.0 and rank["policy_changed"] == [] and rank["moved"] > 0
     clipped = min(1.0, 1.0 / (expected["norm"] + 1e-6))
     gradients = canonical_gradients(ranks)
     assert gradients.keys() == expected["gradients"].keys()

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rlhpc.checkpoint.manifest import committed_steps
 from tests.e2e.runs import ROOT, assert_same_state, command, comparable, finish, in_phase, rows, run_to_end, start
 from tests.hf_files import read_tensors
@@ -16,10 +18,8 @@ from tests.tiny_model import write_tiny_model
 
 PPO = (
     "algorithm=ppo",
-    "algorithm.lam=0.95",
     "actor_rollout_ref.rollout.n=2",
     "critic.optim.lr=1e-3",
-    "critic.ppo_epochs=2",
     "critic.ppo_mini_batch_size=8",
     "trainer.critic_warmup=2",
     "trainer.total_training_steps=3",
@@ -32,7 +32,8 @@ def test_a_critic_is_trained_saved_and_resumed_bitwise(task: Path, tmp_path: Pat
     state after it, and is stopped between the critic's updates of a step and the policy's, ends where they do."""
     whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "log"
     critic = write_tiny_model(tmp_path / "critic", seed=5, num_hidden_layers=3)
-    settings = (*PPO, f"critic.model.path={critic}")
+    (tmp_path / "reward.py").write_text("def odd(text, ground_truth):\n    return float(len(text) % 2)\n")
+    settings = (*PPO, f"critic.model.path={critic}", f"reward.name={tmp_path / 'reward.py'}:odd")
     run_to_end(command(task, whole, *settings), log)
     metrics = rows(whole)
     for row in metrics[1:]:
@@ -40,11 +41,13 @@ def test_a_critic_is_trained_saved_and_resumed_bitwise(task: Path, tmp_path: Pat
         assert row["timing_s/ranks/values"] > 0 and row["timing_s/ranks/update_critic"] > 0
         assert ("actor/pg_loss" in row) == (row["step"] >= 2), row["step"]
     assert metrics[1]["critic/values/max"] == 0.0 < metrics[3]["critic/values/max"]  # the head begins at 0
+    returns = metrics[1]["critic/returns/mean"]  # each token's is 0 or 1, the trajectory's reward, and its own square
+    assert 0 < returns < 1 and metrics[1]["critic/vf_loss"] == pytest.approx(returns / 2, rel=1e-6)
     check_checkpoints(task / "model", critic, whole, tmp_path / "exported")
 
     arguments = command(task, part, *settings, f"resume.from={whole / 'checkpoints/step-000001'}")
     process = start(arguments, log)
-    between = 2 / (2 + 2)  # of a step's updates: two epochs of the critic, two mini-batches of the policy
+    between = round(1 / (1 + 2), 4)  # of a step's updates: one mini-batch of the critic, two of the policy
     in_phase("update", part, process, log, lambda pid: os.kill(pid, signal.SIGTERM), fraction=between)
     assert finish(process, log) == 75, log.read_text()[-3000:]
     assert sorted(committed_steps(part / "checkpoints")) == [1, 2]
