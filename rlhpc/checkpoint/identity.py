@@ -59,9 +59,11 @@ LAYOUT = (
 FREE = (
     *LAYOUT,
     f"{_ROLLOUT}.chunk_prompts",
+    "algorithm.use_critic",  # adv_estimator decides
     "algorithm.filter_groups.max_num_gen_batches",
     "checkpoint",
     "cluster",
+    "critic.enable",
     "data.val_batch_size",
     "data.val_files",
     "data.val_max_samples",

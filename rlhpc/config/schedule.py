@@ -10,10 +10,13 @@ from rlhpc.config.schema import ActorConfig, OptimConfig, RunConfig
 
 
 def optimizer_steps(cfg: RunConfig, model: ActorConfig | Critic) -> int | None:
-    """Of the whole run, if the config says how long it is; for the actor too those of a critic's warm-up."""
-    if cfg.trainer.total_training_steps is None:
+    """Of the whole run, if the config says how long it is."""
+    steps = cfg.trainer.total_training_steps
+    if steps is None:
         return None
-    return cfg.trainer.total_training_steps * updates_per_step(cfg, model)
+    if not isinstance(model, Critic):
+        steps -= max(0, cfg.trainer.critic_warmup - 1)  # they train the critic alone
+    return steps * updates_per_step(cfg, model)
 
 
 def updates_per_step(cfg: RunConfig, model: ActorConfig | Critic) -> int:
@@ -22,10 +25,16 @@ def updates_per_step(cfg: RunConfig, model: ActorConfig | Critic) -> int:
 
 def schedule_problems(cfg: RunConfig) -> Iterator[str]:
     """A line for each schedule that doesn't fit the run."""
-    actor = cfg.actor_rollout_ref.actor
-    yield from _problems("actor_rollout_ref.actor.optim", actor.optim, optimizer_steps(cfg, actor))
+    actor, warmup, total = cfg.actor_rollout_ref.actor, cfg.trainer.critic_warmup, cfg.trainer.total_training_steps
     if needs_critic(cfg):
         yield from _problems("critic.optim", cfg.critic.optim, optimizer_steps(cfg, Critic.of(cfg)))
+        if total is not None and warmup > total:
+            yield (
+                f"trainer.critic_warmup={warmup} is beyond trainer.total_training_steps={total}: no step would train "
+                "the policy; set at most that"
+            )
+            return
+    yield from _problems("actor_rollout_ref.actor.optim", actor.optim, optimizer_steps(cfg, actor))
 
 
 def _problems(key: str, optim: OptimConfig, steps: int | None) -> Iterator[str]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from netrc import NetrcParseError, netrc
-from pathlib import Path
 from typing import Any
 
 from rlhpc.cli.plan import checkpoint_bytes, node_memory, rank_memory, readable, too_little_memory
@@ -14,12 +13,12 @@ from rlhpc.cluster import preflight, storage
 from rlhpc.cluster.preflight import Cluster
 from rlhpc.cluster.submission import refuse_held
 from rlhpc.config.checks import check_run, device_of
+from rlhpc.config.critic import needs_critic
 from rlhpc.config.schema import RunConfig
 from rlhpc.doctor.finding import Finding, judged, refusal
 from rlhpc.doctor.machine import Wanted
 from rlhpc.errors import RlhpcError, SlurmError
-from rlhpc.reshard.families import family_for
-from rlhpc.reshard.hf import check_hf
+from rlhpc.train.model_files import check_model_files
 from rlhpc.train.start import check_start, describe_start
 
 WANDB_HOST = "api.wandb.ai"
@@ -62,11 +61,13 @@ def needs(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def _held(check: str, cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Finding]:
-    path = Path(cfg.actor_rollout_ref.model.path)
+    paths = [cfg.actor_rollout_ref.model.path]
+    if needs_critic(cfg) and cfg.critic.model.path:
+        paths.append(cfg.critic.model.path)
     try:
         if check == "model files":
-            check_hf(path, family_for(model_config).canonical_tensors(model_config))
-            yield Finding(check, "ok", f"{path} is whole")
+            check_model_files(cfg, model_config)
+            yield Finding(check, "ok", f"{' and '.join(paths)} {'are' if len(paths) > 1 else 'is'} whole")
         else:
             refuse_held(cfg.run_dir)
             check_start(cfg, model_config)

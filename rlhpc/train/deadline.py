@@ -17,8 +17,9 @@ def in_time(
     """The mini-batches of an update, one after the other, unless a stop makes it pointless to go on.
 
     Before the first one no weight has changed: raises StopRequested. After it the update is finished when what remains,
-    judged by the slowest mini-batch so far, and the save (`save_s`, what the last one took) end before the deadline;
-    else raises UpdateCut, and nothing of the step is kept. `part` hears which share of them is done.
+    judged by the slowest mini-batch so far (by the critic's before the policy's first), and the save (`save_s`, what
+    the last one took) end before the deadline; else raises UpdateCut, and nothing of the step is kept. `part` hears
+    which share of them is done.
     """
     stop.check()
     slowest_s = 0.0

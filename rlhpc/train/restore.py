@@ -13,7 +13,15 @@ from rlhpc.checkpoint.store import Found
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.errors import CheckpointError
 from rlhpc.train.persistence import TrainState
-from rlhpc.train.start import describe_origin, differing, origin_of, own_newest_first, settings_of, unused_origin
+from rlhpc.train.start import (
+    describe_origin,
+    differing,
+    new_critic,
+    origin_of,
+    own_newest_first,
+    settings_of,
+    unused_origin,
+)
 
 if TYPE_CHECKING:
     from rlhpc.train.context import Run
@@ -59,6 +67,8 @@ def _origins(run: Run, origin: Origin | None) -> TrainState | None:
     if origin is None:
         return None
     run.reporter.say(f"starting {describe_origin(origin)}")
+    for line in new_critic(run.cfg) if origin.what == "weights" else []:
+        run.reporter.say(f"  {line}")
     for line in differing(settings_of(origin), run.cfg, read_model_config(run.cfg.actor_rollout_ref.model.path)):
         run.reporter.say(f"  differs  {line}")
     if origin.root is None:

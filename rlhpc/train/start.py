@@ -12,7 +12,7 @@ from rlhpc.checkpoint.manifest import CheckpointManifest
 from rlhpc.checkpoint.origin import Origin, age_s, find_origin, last_start, none_usable
 from rlhpc.checkpoint.pieces import CRITIC_PREFIX, FROZEN_KIND
 from rlhpc.checkpoint.store import CheckpointStore, Found
-from rlhpc.config.critic import critic_model_config, needs_critic
+from rlhpc.config.critic import Critic, critic_model_config, needs_critic
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.tree import MISSING, diff, shown
@@ -178,13 +178,19 @@ def describe_start(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[str]
         return _aligned(told, differing(last_start(Path(cfg.run_dir)), cfg, model_config))
     check_start(cfg, model_config)
     if (origin := origin_of(cfg)) is None:
-        return _aligned([f"at step 0 from {cfg.actor_rollout_ref.model.path}"], [])
-    return _aligned([describe_origin(origin)], differing(settings_of(origin), cfg, model_config))
+        return _aligned([f"at step 0 from {cfg.actor_rollout_ref.model.path}", *new_critic(cfg)], [])
+    told = [describe_origin(origin), *(new_critic(cfg) if origin.what == "weights" else [])]
+    return _aligned(told, differing(settings_of(origin), cfg, model_config))
 
 
 def _aligned(told: Sequence[str], differing: Sequence[str]) -> list[str]:
     lines = [f"{'' if number else 'starts':<10}{line}" for number, line in enumerate(told)]
     return lines + [f"{'' if number else 'differs':<10}{line}" for number, line in enumerate(differing)]
+
+
+def new_critic(cfg: RunConfig) -> list[str]:
+    """What the critic of a run begins with that doesn't go on from a whole state, in a line; none without one."""
+    return [f"the critic with the weights of {Critic.of(cfg).path}, its head at 0"] if needs_critic(cfg) else []
 
 
 def describe_origin(origin: Origin) -> str:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.unit.config.test_checks import EP, MODEL, PP, ROLLOUT, M, violations_of
+from tests.unit.config.test_checks import ACTOR, EP, MODEL, PP, ROLLOUT, M, violations_of
 
 GAE = {"algorithm.adv_estimator": "gae"}
 LAYOUT = "under actor_rollout_ref.actor.megatron's layout: "
@@ -30,6 +30,14 @@ LAYOUT = "under actor_rollout_ref.actor.megatron's layout: "
         (GAE | {"critic.loss_scale_factor": 0}, ["critic.loss_scale_factor=0", "above 0"]),
         (GAE | {"critic.cliprange_value": 0}, ["critic.cliprange_value=0", "above 0"]),
         (GAE | {"critic.loss_agg_mode": "mean"}, ["critic.loss_agg_mode='mean' is unknown", "token-mean"]),
+        (
+            GAE | {"trainer.critic_warmup": 4, "trainer.total_training_steps": 3},
+            ["critic_warmup=4 is beyond trainer.total_training_steps=3", "set at most"],
+        ),
+        (
+            GAE | {"trainer.critic_warmup": 3, "trainer.total_training_steps": 3, f"{ACTOR}.optim.lr_warmup_steps": 2},
+            [f"{ACTOR}.optim.lr_warmup_steps=2 must be below the 2 optimizer steps"],
+        ),
         ({"trainer.critic_warmup": 1}, ["critic_warmup=1 needs a critic", "adv_estimator=gae"]),
     ],
 )

@@ -54,7 +54,8 @@ def test_refusals(total: int | None, settings: dict[str, Any], message: str) -> 
 
 
 def test_steps_of_the_run() -> None:
-    """10 training steps of 100 prompts in minibatches of 32, twice over: 10 * 4 * 2 updates; the critic's of 50."""
+    """10 training steps of 100 prompts in minibatches of 32, twice over: 10 * 4 * 2 updates; the critic's of 50. Two
+    steps of a warm-up are the critic's alone."""
     cfg = RunConfig()
     actor = cfg.actor_rollout_ref.actor
     assert optimizer_steps(cfg, actor) is None
@@ -63,3 +64,5 @@ def test_steps_of_the_run() -> None:
     assert optimizer_steps(cfg, actor) == optimizer_steps(cfg, Critic.of(cfg)) == 80
     cfg.critic.ppo_mini_batch_size, cfg.critic.ppo_epochs = 50, 1
     assert optimizer_steps(cfg, Critic.of(cfg)) == 20
+    cfg.trainer.critic_warmup = 3
+    assert (optimizer_steps(cfg, actor), optimizer_steps(cfg, Critic.of(cfg))) == (64, 20)

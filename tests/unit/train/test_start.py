@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -273,11 +274,32 @@ def test_a_whole_state_goes_on_only_with_the_critic_that_it_has(world: Path) -> 
 
 
 def test_files_of_a_critic_are_looked_at_too(world: Path) -> None:
+    """Its weights, and whether it reads the same tokens: it may know more than the policy."""
     cfg = config(world, algorithm={"adv_estimator": "gae"}, critic={"model": {"path": str(world / "critic")}})
     shutil.copytree(world / "model", world / "critic")
-    check_model_files(cfg, model_config(world))
+    file = world / "critic/tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    number = tokenizer["model"]["vocab"].pop("7")
+    for token, at, message in (
+        ("seven", number, rf"has another tokenizer than \S+=\S+: '7' is no token there, {number} here; give a"),
+        ("7", 3, rf"'7' is 3 there, {number} here"),
+        ("7", number, ""),
+    ):
+        vocab = tokenizer["model"]["vocab"] | {token: at, "more": 319}
+        file.write_text(json.dumps(tokenizer | {"model": tokenizer["model"] | {"vocab": vocab}}))
+        with pytest.raises(ModelError, match=message) if message else nullcontext():
+            check_model_files(cfg, model_config(world))
     os.truncate(world / "critic/model.safetensors", 10_000)
     with pytest.raises(ModelError, match=r"critic/model.safetensors .* truncated or damaged"):
         check_model_files(cfg, model_config(world))
     cfg.algorithm.adv_estimator = "grpo"
     check_model_files(cfg, model_config(world))
+
+
+def test_a_new_critic_is_told_of(world: Path) -> None:
+    cfg = config(world, algorithm={"adv_estimator": "gae"})
+    critic = "          the critic with the weights of model, its head at 0"
+    assert told(cfg, world) == ["starts    at step 0 from model", critic]
+    cfg.resume.from_, cfg.resume.what = str(world / "other"), "weights"
+    assert told(cfg, world)[0].startswith("starts    at step 0 with the weights of other/checkpoints/step-000020")
+    assert told(cfg, world)[1] == critic
