@@ -20,6 +20,7 @@ from rlhpc.doctor.finding import Finding, judged
 GIB, MIB = 2**30, 2**20
 CHUNK_BYTES, PROBE_BYTES = 4 * MIB, 64 * MIB
 PROBE_S = 1.0  # no more is written after that
+PREFIX = ".rlhpc-doctor-"
 MAX_SKEW_S = 2.0  # a run compares times of files with its own
 LITTLE_TEMP_BYTES = 2 * GIB  # Ray's logs, and what engines compile
 
@@ -34,7 +35,7 @@ def run_directory(run_dir: Path) -> Iterator[Finding]:
         yield Finding("run directory", "failed", f"{shown}; no directory that you may write to", other)
         return
     try:
-        with tempfile.TemporaryDirectory(prefix=".rlhpc-doctor-", dir=place) as probe:
+        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place) as probe:
             rate = _write_rate(Path(probe))
             yield Finding("run directory", "ok", f"{shown}; writes {rate:.0f} MB/s, fsync included")
             yield from _abilities(Path(probe))

@@ -46,7 +46,13 @@ def driver(wanted: int | None) -> Iterator[Finding]:
         return
     named = ", ".join(sorted({name for _, name, *_ in rows}))
     yield Finding("driver", "ok", f"{rows[0][2]}; {len(rows)} of {named}")
-    yield from _memory([(row[0], float(row[3]) / 1024, float(row[4]) / 1024) for row in rows if row[3][0].isdigit()])
+    yield from _memory(
+        [
+            (row[0], float(row[3]) / 1024, float(row[4]) / 1024)
+            for row in rows
+            if row[3][0].isdigit() and row[4][0].isdigit()
+        ]
+    )
     if closed := [row[0] for row in rows if row[5] == "Prohibited"]:
         yield Finding(
             "compute mode", "failed", f"Prohibited on GPU {', '.join(closed)}", "as root: nvidia-smi -c DEFAULT"
@@ -77,8 +83,10 @@ def health() -> Iterator[Finding]:
 
 def as_torch_sees(wanted: int | None, seen: Mapping[str, Any]) -> Iterator[Finding]:
     """The same GPUs for a process of this environment; `seen` is what software.loads found."""
+    if not seen and wanted:
+        yield Finding("torch", "failed", "not looked at: torch didn't load in time, or not at all", "see torch above")
     if not seen or not (wanted or seen["devices"] or shutil.which("nvidia-smi")):
-        return  # torch's own finding says so; or there is no GPU, and none has to be here
+        return  # there is no GPU, and none has to be here
     devices, build = seen["devices"], seen["cuda_build"]
     if not build:
         fix = "pip install -r requirements/gpu.txt in an environment of Python 3.12"
@@ -105,14 +113,20 @@ def as_torch_sees(wanted: int | None, seen: Mapping[str, Any]) -> Iterator[Findi
 
 
 def fits(cfg: RunConfig, wanted: Wanted, smallest: int) -> Iterator[Finding]:
-    """Whether a rank of the run finds room on a GPU of `smallest` bytes: trainer and engine take turns."""
-    share = cfg.actor_rollout_ref.rollout.gpu_memory_utilization
-    found = f"of {smallest / GIB:.1f} GiB the trainer's {wanted.trainer_bytes / GIB:.1f}"
-    fix = "spread it over more ranks (expert_model_parallel_size, tensor_model_parallel_size, pipeline, nodes)"
-    yield judged("trainer fits", f"{found}, then activations", fix, failed=wanted.trainer_bytes > smallest)
-    found = f"of {share:.0%}, {share * smallest / GIB:.1f} GiB, the weights' {wanted.engine_bytes / GIB:.1f}"
+    """Whether a rank of the run finds room on a GPU of `smallest` bytes; 0: there is none. Trainer and engine take
+    turns but for what isn't offloaded."""
+    if not smallest:
+        return
+    share, total = cfg.actor_rollout_ref.rollout.gpu_memory_utilization, smallest / GIB
+    fix = "spread it over more ranks: expert_model_parallel_size, tensor_model_parallel_size, more nodes"
+    found = f"{wanted.trainer / GIB:.1f} of {total:.1f} GiB, then activations"
+    yield judged("trainer", found, fix, failed=wanted.trainer > smallest)
     fix = "raise actor_rollout_ref.rollout.gpu_memory_utilization or its tensor_model_parallel_size"
-    yield judged("engine fits", f"{found}, then the KV cache", fix, failed=wanted.engine_bytes > share * smallest)
+    found = f"{wanted.engine / GIB:.1f} of its {share:.0%}, {share * total:.1f} GiB, then the KV cache"
+    yield judged("engine", found, fix, failed=wanted.engine > share * smallest)
+    fix = "lower gpu_memory_utilization, or more of actor.megatron.{param,optimizer,grad}_offload=true"
+    found = f"{wanted.staying / GIB:.1f} of the {(1 - share) * total:.1f} GiB that the engine leaves"
+    yield judged("beside the engine", found, fix, failed=wanted.staying > (1 - share) * smallest)
 
 
 def _memory(sizes: list[tuple[str, float, float]]) -> Iterator[Finding]:

@@ -26,34 +26,39 @@ YOUNG_S = 60.0  # shared memory that is being made need not be open yet
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run takes of a node; None: not known here."""
+    """Bytes that a run's model takes: of a node's memory, without processes and libraries; of a GPU by the trainer,
+    without activations, what of that stays while the engine generates, and by the engine, without the KV cache."""
 
-    ranks: int = 1
-    cpus: int | None = None
-    host_bytes: int | None = None  # without processes and libraries
-    trainer_bytes: int = 0  # of a GPU, without activations
-    engine_bytes: int = 0  # of a GPU, without the KV cache
+    host: int
+    trainer: int
+    staying: int
+    engine: int
 
 
-def machine(cfg: RunConfig, wanted: Wanted) -> Iterator[Finding]:
-    """`wanted` says nothing where the run goes elsewhere."""
-    yield from _sizes(cfg, wanted)
-    yield from _process_limits(wanted)
+def machine(cfg: RunConfig, ranks: int) -> Iterator[Finding]:
+    """`ranks` that a run would have here."""
+    yield from _sizes(cfg, ranks)
+    yield from _process_limits(ranks)
     yield from _left_over(cfg.cluster.ray_temp_root)
 
 
-def _sizes(cfg: RunConfig, wanted: Wanted) -> Iterator[Finding]:
+def room(wanted: Wanted) -> Finding:
+    """Whether what the run keeps finds room in this machine's memory."""
+    free = free_memory()
+    found = f"{wanted.host / GIB:.2g} GiB, beside its processes and libraries, of {free / GIB:.1f} free"
+    fix = "give the job more (cluster.memory_gib_per_node), or let fewer ranks keep less: rlhpc plan shows what"
+    return judged("the run keeps", found, fix, failed=free < wanted.host)
+
+
+def _sizes(cfg: RunConfig, ranks: int) -> Iterator[Finding]:
     bound, free, kills = limits(os.environ), free_memory(), oom_kills()
-    few = wanted.cpus is not None and wanted.cpus > bound.cpus
-    share = f"; {wanted.ranks} ranks of cluster.cpus_per_rank want {wanted.cpus} and will share" if few else ""
+    few = ranks * cfg.cluster.cpus_per_rank > bound.cpus
+    share = f"; {ranks} ranks of cluster.cpus_per_rank={cfg.cluster.cpus_per_rank} will share them" if few else ""
     fix = "ask for more CPUs, or for fewer ranks (trainer.n_gpus_per_node)"
     yield judged("CPUs", f"{bound.cpus:g} of {os.cpu_count()}{share}", fix, warning=few)
     found = f"{free / GIB:.1f} GiB free of {bound.memory_bytes / GIB:.1f} that a process may have"
-    if wanted.host_bytes:
-        found += f"; the run keeps {wanted.host_bytes / GIB:.2g} GiB, beside its processes and libraries"
     found += f"; the kernel has ended {kills} processes of this control group for want of it" if kills else ""
-    fix = "give the job more (cluster.memory_gib_per_node), or let fewer ranks keep less: rlhpc plan shows what"
-    yield judged("memory", found, fix, failed=wanted.host_bytes is not None and free < wanted.host_bytes)
+    yield Finding("memory", "ok", found)
     found = f"{bound.shm_bytes / GIB:.2g} GiB free"
     try:
         found += f"; Ray takes {object_store_bytes(spec_of(cfg), bound) / GIB:.2g}"
@@ -66,14 +71,14 @@ def _sizes(cfg: RunConfig, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("overcommit", "warning", "vm.overcommit_memory=2: what is reserved counts as used", fix)
 
 
-def _process_limits(wanted: Wanted) -> Iterator[Finding]:
+def _process_limits(ranks: int) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"ulimit -n {_limit(soft)}, may be raised to {_limit(hard)}"
     fix = "have the hard limit raised: /etc/security/limits.conf, for jobs LimitNOFILE of slurmd's unit"
     bounded = hard != resource.RLIM_INFINITY
     yield judged("open files", found, fix, failed=bounded and hard < FEW_FILES, warning=bounded and hard < ENOUGH_FILES)
-    left, need = free_tasks(), TASKS_BESIDES + TASKS_PER_RANK * wanted.ranks
-    found = f"{left} more may be started; {wanted.ranks} ranks with their threads take about {need}"
+    left, need = free_tasks(), TASKS_BESIDES + TASKS_PER_RANK * ranks
+    found = f"{left} more may be started; {ranks} ranks with their threads take about {need}"
     fix = "raise ulimit -u or the control group's pids.max, or end what is left over: ps -u $USER"
     yield judged("processes", found, fix, failed=left < need // 2, warning=left < need)
     kinds = {

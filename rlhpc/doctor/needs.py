@@ -13,7 +13,7 @@ from rlhpc.cluster import preflight, storage
 from rlhpc.cluster.preflight import Cluster
 from rlhpc.cluster.submission import refuse_held
 from rlhpc.config.checks import check_run, device_of
-from rlhpc.config.critic import needs_critic
+from rlhpc.config.critic import Critic, needs_critic
 from rlhpc.config.schema import RunConfig
 from rlhpc.doctor.finding import Finding, judged, refusal
 from rlhpc.doctor.machine import Wanted
@@ -24,23 +24,9 @@ from rlhpc.train.start import check_start, describe_start
 WANDB_HOST = "api.wandb.ai"
 
 
-def wanted_of(cfg: RunConfig) -> Wanted:
-    """What a node of the run gives it, where this machine is one; a configuration that is wrong wants nothing more."""
-    trainer = cfg.trainer
-    if cfg.launch.mode == "slurm":
-        return Wanted()
-    ranks, cpus = trainer.n_gpus_per_node, trainer.n_gpus_per_node * cfg.cluster.cpus_per_rank
-    try:
-        model_config = check_run(cfg)
-        host = node_memory(cfg, model_config, device_of(cfg)).total
-        of_trainer, of_engine = _on_device(cfg, model_config)
-    except RlhpcError:
-        return Wanted(ranks, cpus)
-    return Wanted(ranks, cpus, host, of_trainer, of_engine)
-
-
-def needs(cfg: RunConfig) -> Iterator[Finding]:
-    """Configuration, model, start, run directory, memory, and what the cluster allows."""
+def needs(cfg: RunConfig, wanted: list[Wanted]) -> Iterator[Finding]:
+    """Configuration, model, start, run directory, memory, and what the cluster allows. Adds to `wanted` what the model
+    takes, where the configuration is right."""
     try:
         model_config = check_run(cfg)
     except RlhpcError as error:
@@ -49,39 +35,58 @@ def needs(cfg: RunConfig) -> Iterator[Finding]:
     trainer = cfg.trainer
     ranks = f"{trainer.nnodes} * {trainer.n_gpus_per_node} ranks on {device_of(cfg)}"
     yield Finding("configuration", "ok", f"{model_config['model_type']} on {ranks}; rlhpc plan shows layout and memory")
-    yield from _held("model files", cfg, model_config)
-    yield from _held("run directory", cfg, model_config)
-    of_trainer, of_engine = map(readable, _on_device(cfg, model_config))
-    found = f"trainer {of_trainer}, engine {of_engine}, without activations and KV cache"
+    wanted.append(model := _wanted(cfg, model_config))
+    found = f"trainer {readable(model.trainer)}, engine {readable(model.engine)}, without activations and KV cache"
     yield Finding("a rank's memory", "ok", found)
     yield from (refusal("memory of a node", line) for line in too_little_memory(cfg, model_config, device_of(cfg)))
+    yield from _model_files(cfg, model_config)
+    yield from _run_directory(cfg, model_config)
     yield from _places(cfg, model_config)
     if "wandb" in cfg.trainer.logger:
         yield _wandb(cfg.trainer.wandb_mode or os.environ.get("WANDB_MODE"))
 
 
-def _held(check: str, cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Finding]:
+def _wanted(cfg: RunConfig, model_config: Mapping[str, Any]) -> Wanted:
+    rank = max(rank_memory(cfg, model_config), key=lambda rank: rank.total)
+    megatron, critic = cfg.actor_rollout_ref.actor.megatron, Critic.of(cfg)
+    leaving = (  # auto: at most
+        (megatron.param_offload, rank.trainer_weights + rank.reference_weights),
+        (megatron.optimizer_offload, rank.optimizer),
+        (megatron.grad_offload, rank.gradients),
+        (critic.param_offload, rank.critic_weights),
+        (critic.optimizer_offload, rank.critic_optimizer),
+        (critic.grad_offload, rank.critic_gradients),
+    )
+    return Wanted(
+        host=node_memory(cfg, model_config, device_of(cfg)).total,
+        trainer=sum(num_bytes for _, num_bytes in leaving),
+        staying=sum(num_bytes for leaves, num_bytes in leaving if not leaves),
+        engine=rank.rollout_weights,
+    )
+
+
+def _model_files(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Finding]:
     paths = [cfg.actor_rollout_ref.model.path]
     if needs_critic(cfg) and cfg.critic.model.path:
         paths.append(cfg.critic.model.path)
     try:
-        if check == "model files":
-            check_model_files(cfg, model_config)
-            yield Finding(check, "ok", f"{' and '.join(paths)} {'are' if len(paths) > 1 else 'is'} whole")
-        else:
-            refuse_held(cfg.run_dir)
-            check_start(cfg, model_config)
-            yield Finding(check, "ok", f"{cfg.run_dir}: {' '.join(describe_start(cfg, model_config)[0].split())}")
-    except SlurmError as error:
-        yield Finding(check, "warning", f"{cfg.run_dir}: whether a job has it is not known: {error}", "scontrol ping")
+        check_model_files(cfg, model_config)
+        yield Finding("model files", "ok", f"{' and '.join(paths)} {'are' if len(paths) > 1 else 'is'} whole")
     except RlhpcError as error:
-        yield from (refusal(check, line) for line in str(error).splitlines())
+        yield from (refusal("model files", line) for line in str(error).splitlines())
 
 
-def _on_device(cfg: RunConfig, model_config: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of the fullest rank: the trainer's and the engine's."""
-    fullest = max(rank_memory(cfg, model_config), key=lambda rank: rank.total)
-    return fullest.total - fullest.rollout_weights, fullest.rollout_weights
+def _run_directory(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Finding]:
+    try:
+        refuse_held(cfg.run_dir)
+        check_start(cfg, model_config)
+        start = " ".join(describe_start(cfg, model_config)[0].split())
+        yield Finding("run directory", "ok", f"{cfg.run_dir}: {start}")
+    except SlurmError as error:
+        found = f"{cfg.run_dir}: whether a job has it is not known: {error}"
+        yield Finding("run directory", "warning", found, "scontrol ping")
+    except RlhpcError as error:
+        yield from (refusal("run directory", line) for line in str(error).splitlines())
 
 
 def _places(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -89,15 +94,13 @@ def _places(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Finding
     if cfg.launch.mode == "slurm":
         from rlhpc.cluster.job import cpus_per_node
 
-        try:
+        with suppress(SlurmError):  # Slurm's own part says so
             cluster = Cluster.ask()
-        except SlurmError:
-            return  # Slurm's own part says so
-        problems = preflight.limits(cfg, cluster, cpus_per_node(cfg))
-        yield from (refusal("the cluster", line) for line in problems)
-        yield from (refusal("the cluster", line, "warning") for line in preflight.cautions(cfg, cluster))
-        if not problems:
-            yield Finding("the cluster", "ok", f"can give {cfg.trainer.nnodes} nodes of what is asked for")
+            problems = preflight.limits(cfg, cluster, cpus_per_node(cfg))
+            yield from (refusal("the cluster", line) for line in problems)
+            yield from (refusal("the cluster", line, "warning") for line in preflight.cautions(cfg, cluster))
+            if not problems:
+                yield Finding("the cluster", "ok", f"can give {cfg.trainer.nnodes} nodes of what is asked for")
     elsewhere = cluster is not None and cluster.elsewhere
     problems = list(storage.refusals(cfg, elsewhere=elsewhere, checkpoint_bytes=size))
     yield from (refusal("paths", line) for line in problems)

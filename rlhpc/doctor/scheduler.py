@@ -37,7 +37,7 @@ def scheduler(*, wanted: bool) -> Iterator[Finding]:
     except SlurmError as error:
         found, _, fix = str(error).splitlines()[-1].partition("; ")
         fix = fix or "scontrol ping tells whether the controller is up"
-        yield judged("Slurm", found, fix, failed=wanted, warning=True)
+        yield judged("Slurm", found, fix, failed=wanted, warning="SLURM_CONF" in os.environ)
         return
     config = cluster.config
     yield from (refusal("Slurm", line) for line in preflight.too_old(cluster))

@@ -127,7 +127,13 @@ def test_what_hangs_costs_its_own_findings_alone(tmp_path: Path) -> None:
     def refused() -> Iterator[Finding]:
         yield Finding("other", "ok", Path("/proc/self/mem").read_text())
 
-    found = side_by_side([("disk", hanging), ("rest", refused), ("rest", lambda: [Finding("last", "ok", "")])], 0.5)
+    def broken() -> list[Finding]:
+        return [Finding("never", "ok", str(float("[N/A]")))]
+
+    jobs = [("disk", hanging), ("rest", refused), ("rest", lambda: [Finding("last", "ok", "")]), ("own", broken)]
+    found = side_by_side(jobs, 0.5)
+    (own,) = found["own"]
+    assert own.level == "failed" and "rlhpc's own: ValueError: could not convert" in own.found
     assert [(one.check, one.level) for one in found["disk"]] == [("first", "ok"), ("disk", "failed")]
     assert found["disk"][1].found == "no further answer in 0.5 s"
     assert [(one.check, one.level) for one in found["rest"]] == [("rest", "failed"), ("last", "ok")]
@@ -137,9 +143,11 @@ def test_what_hangs_costs_its_own_findings_alone(tmp_path: Path) -> None:
 def test_a_rank_has_to_fit_a_gpu() -> None:
     gib = 2**30
     cfg = RunConfig()  # the engine may fill half of the GPU
-    wanted = Wanted(ranks=8, cpus=8, host_bytes=0, trainer_bytes=75 * gib, engine_bytes=41 * gib)
-    assert [one.level for one in fits(cfg, wanted, 141 * gib)] == ["ok", "ok"]
-    trainer, engine = fits(cfg, wanted, 80 * gib)
-    assert (trainer.level, engine.level) == ("ok", "failed")
-    assert engine.found == "of 50%, 40.0 GiB, the weights' 41.0, then the KV cache"
-    assert [one.level for one in fits(cfg, wanted, 40 * gib)] == ["failed", "failed"]
+    wanted = Wanted(host=0, trainer=75 * gib, staying=0, engine=41 * gib)
+    assert [one.level for one in fits(cfg, wanted, 141 * gib)] == ["ok", "ok", "ok"]
+    trainer, engine, beside = fits(cfg, wanted, 80 * gib)
+    assert (trainer.level, engine.level, beside.level) == ("ok", "failed", "ok")
+    assert engine.found == "41.0 of its 50%, 40.0 GiB, then the KV cache"
+    assert [one.level for one in fits(cfg, wanted, 40 * gib)] == ["failed", "failed", "ok"]
+    _, _, beside = fits(cfg, Wanted(host=0, trainer=75 * gib, staying=75 * gib, engine=41 * gib), 141 * gib)
+    assert (beside.level, beside.found) == ("failed", "75.0 of the 70.5 GiB that the engine leaves")
