@@ -22,6 +22,8 @@ LEARNING = (
     "actor/grad_norm",
     "actor/ppo_kl",
     "actor/kl_loss",
+    "critic/vf_loss",
+    "critic/vf_explained_var",
     "response_length/mean",
     "response_length/clip_ratio",
     "training/rollout_logprobs_diff_mean",
