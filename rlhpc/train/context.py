@@ -270,7 +270,7 @@ class Run:
 
 
 def _save_sequences(path: Path, sequences: Sequence[TokenSequence]) -> None:
-    """As safetensors: concatenated tokens and fields, with per-sequence lengths."""
+    """As safetensors: concatenated tokens, fields and experts, with per-sequence lengths."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {
         "token_ids": np.concatenate([s.token_ids for s in sequences]),
@@ -279,6 +279,8 @@ def _save_sequences(path: Path, sequences: Sequence[TokenSequence]) -> None:
     }
     for name in sequences[0].fields:
         arrays[f"fields.{name}"] = np.concatenate([s.fields[name] for s in sequences])
+    if sequences[0].experts is not None:
+        arrays["experts"] = np.concatenate([s.experts for s in sequences])
     save_file(arrays, path)
 
 
