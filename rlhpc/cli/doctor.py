@@ -4,6 +4,7 @@ when other packages are missing."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -23,10 +24,14 @@ def doctor(cfg: RunConfig | None, *, slurm: bool, gpu: bool, as_json: bool) -> i
     """Prints every finding; the exit code, 1 where something failed."""
     parts = examine(cfg, slurm=slurm, gpus=gpu)
     if as_json:
-        print(json.dumps([{"part": part.name, **asdict(one)} for part in parts for one in part.findings], indent=1))
+        text = json.dumps([{"part": part.name, **asdict(one)} for part in parts for one in part.findings], indent=1)
     else:
         width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
-        print(*_lines(parts, max(MIN_WIDTH, width), coloured=sys.stdout.isatty()), sep="\n")
+        text = "\n".join(_lines(parts, max(MIN_WIDTH, width), coloured=sys.stdout.isatty()))
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader had enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the last flush, at exit, fail
     failed = any(one.level == "failed" for part in parts for one in part.findings)
     return EXIT_FAILED if failed else EXIT_OK
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from netrc import NetrcParseError, netrc
 from typing import Any
 
+import rlhpc.reshard.hf  # noqa: F401  (torch: loaded with this module, before the checks' time runs)
 from rlhpc.cli.plan import checkpoint_bytes, node_memory, rank_memory, readable, too_little_memory
 from rlhpc.cluster import preflight, storage
 from rlhpc.cluster.preflight import Cluster
