@@ -18,12 +18,19 @@ from tests.tiny_model import write_tiny_model
 
 PPO = (
     "algorithm=ppo",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=100",
+    "algorithm.rollout_correction.rollout_rs=token_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold=1.01",
     "actor_rollout_ref.rollout.n=2",
     "critic.optim.lr=1e-3",
     "critic.ppo_mini_batch_size=8",
     "trainer.critic_warmup=2",
     "trainer.total_training_steps=3",
     "trainer.save_freq=1",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=true",
+    "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
 )
 
 
@@ -40,10 +47,14 @@ def test_a_critic_is_trained_saved_and_resumed_bitwise(task: Path, tmp_path: Pat
         assert row["critic/vf_loss"] > 0 and row["critic/grad_norm"] > 0 and row["critic/lr"] == 1e-3
         assert row["timing_s/ranks/values"] > 0 and row["timing_s/ranks/update_critic"] > 0
         assert ("actor/pg_loss" in row) == (row["step"] >= 2), row["step"]
+        # The policy is the reference as long as it isn't trained: a fifth too little KL, of 16 samples.
+        assert row["actor/reward_kl_penalty_coeff"] == pytest.approx(0.001 * (1 - 0.2 * 16 / 100) ** (row["step"] - 1))
+        assert row["rollout_corr/rollout_rs_masked_fraction"] == 0.0  # on the same weights in float32
     assert metrics[1]["critic/values/max"] == 0.0 < metrics[3]["critic/values/max"]  # the head begins at 0
     returns = metrics[1]["critic/returns/mean"]  # each token's is 0 or 1, the trajectory's reward, and its own square
     assert 0 < returns < 1 and metrics[1]["critic/vf_loss"] == pytest.approx(returns / 2, rel=1e-6)
     check_checkpoints(task / "model", critic, whole, tmp_path / "exported")
+    assert max(row["training/rollout_routing_diff"] for row in metrics[2:]) < 0.01  # routers agree in float32
 
     arguments = command(task, part, *settings, f"resume.from={whole / 'checkpoints/step-000001'}")
     process = start(arguments, log)
