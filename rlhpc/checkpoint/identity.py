@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,13 @@ FREE = (
 
 
 def has_trained(directory: Path) -> bool:
-    """Whether the directory is a run's for good: a start that failed before it trained binds nobody."""
-    return (directory / "metrics.jsonl").exists()
+    """Whether the directory is a run's for good: a start that failed before a step was trained binds nobody, though it
+    has told of step 0."""
+    metrics = directory / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines()[:2] if metrics.exists() else []
+    if len(lines) < 2 and all(re.match(rb'\{"step": 0\b', line) for line in lines):
+        return any((directory / "checkpoints").glob("step-*"))
+    return True
 
 
 def refuse_another(directory: Path, config: Mapping[str, Any], model_config: Mapping[str, Any]) -> None:

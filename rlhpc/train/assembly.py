@@ -68,6 +68,7 @@ def assembled(
         reporter.say(f"starting {num_ranks} ranks on {device}; logs in {directory / 'logs'}")
         workers = RayRanks(cfg, device, placement, directory / "logs")
         stack.callback(workers.close)
+        pool.wait_ready()  # a reward that can't be used is told of while the ranks come up
         workers.call("start", waiting=stop.check)
         progress.milestone("ranks_ready")
         scorer = Scorer(

@@ -50,7 +50,13 @@ def test_free_keys_change_and_others_only_before_the_first_step(tmp_path: Path) 
         "seed: 0 -> 7",
         "trainer.total_training_steps: 100 -> 200",
     ]
-    (run / "metrics.jsonl").write_text('{"step": 0}\n')
+    (run / "metrics.jsonl").write_text('{"step": 0, "timing_s/step": 0.25}\n')  # told before the first step
+    assert len(changes(run, old, new)) == 4
+    (run / "checkpoints/step-000000").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="seed"):
+        changes(run, old, new)
+    (run / "checkpoints/step-000000").rmdir()
+    (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     with pytest.raises(ConfigError) as refused:
         changes(run, old, new)
     assert str(refused.value).splitlines()[1:] == [
