@@ -12,6 +12,7 @@ from rlhpc.config.critic import critic_problems
 from rlhpc.config.in_place import in_place_experts
 from rlhpc.config.keeping import kept_checkpoints
 from rlhpc.config.model_dir import fix_path, read_model_config
+from rlhpc.config.model_fit import choose, model_problems, must_divide
 from rlhpc.config.ranges import out_of_range, unknown_names
 from rlhpc.config.schedule import schedule_problems
 from rlhpc.config.schema import RunConfig
@@ -20,8 +21,6 @@ from rlhpc.layout.parallel import divisors
 
 if TYPE_CHECKING:
     from rlhpc.reshard.families import ModelFacts
-
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32, attention/backends/cpu_attn.py
 
 SBATCH_OWN = {  # options of sbatch that follow from other keys
     "nodes": "cluster.nodes",
@@ -45,7 +44,6 @@ SBATCH_OWN = {  # options of sbatch that follow from other keys
 }
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-ATTENTION_BACKENDS = ("auto", "fused", "flash", "local")
 _MEGATRON, _ROLLOUT_TP = f"{_ACTOR}.megatron", f"{_ROLLOUT}.tensor_model_parallel_size"
 
 
@@ -111,16 +109,6 @@ def _check_files(cfg: RunConfig) -> None:
             raise DataError(f"{key}: {error}; {fix_path(str(files))}") from error
 
 
-def _choose(choices: list[int]) -> str:
-    shown = choices if len(choices) <= 8 else [*choices[:7], "..."]
-    return f"choose {', '.join(map(str, shown))}"
-
-
-def _must_divide(key: str, value: int, name: str, total: int) -> Iterator[str]:
-    if total % value:
-        yield f"{key}={value} must divide {name}={total}; {_choose(divisors(total))}"
-
-
 def _layout(case: _Case) -> Iterator[str]:
     megatron, ranks = case.cfg.actor_rollout_ref.actor.megatron, case.world_size
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
@@ -135,20 +123,20 @@ def _layout(case: _Case) -> Iterator[str]:
     if ranks % (tp * pp):
         yield (
             f"{_MEGATRON}: tensor_model_parallel_size={tp} * pipeline_model_parallel_size={pp} = {tp * pp} "
-            f"must divide {where}; {_choose(divisors(ranks))} as their product"
+            f"must divide {where}; {choose(divisors(ranks))} as their product"
         )
     if ranks % (ep * etp * pp):
         yield (
             f"{_MEGATRON}: expert_model_parallel_size={ep} * expert_tensor_parallel_size={etp} * "
             f"pipeline_model_parallel_size={pp} = {ep * etp * pp} must divide {where}; "
-            f"{_choose(divisors(ranks))} as their product"
+            f"{choose(divisors(ranks))} as their product"
         )
     if ranks % rollout_tp:
-        yield f"{_ROLLOUT_TP}={rollout_tp} must divide {where}; {_choose(divisors(ranks))}"
+        yield f"{_ROLLOUT_TP}={rollout_tp} must divide {where}; {choose(divisors(ranks))}"
     if case.device == "cuda" and case.cfg.trainer.nnodes > 1 and per_node % rollout_tp:
         yield (
             f"{_ROLLOUT_TP}={rollout_tp} must divide trainer.n_gpus_per_node={per_node}: a replica doesn't span nodes; "
-            f"{_choose(divisors(per_node))}"
+            f"{choose(divisors(per_node))}"
         )
     yield from _rollout_experts(case)
 
@@ -167,97 +155,13 @@ def _rollout_experts(case: _Case) -> Iterator[str]:
 
 
 def _model(case: _Case) -> Iterator[str]:
-    megatron, facts = case.cfg.actor_rollout_ref.actor.megatron, case.facts
-    rollout_tp = case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
-    trainer_tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    for key, tp in ((f"{_MEGATRON}.tensor_model_parallel_size", trainer_tp), (_ROLLOUT_TP, rollout_tp)):
-        yield from _must_divide(key, tp, "num_attention_heads", facts.num_heads)
-        if facts.num_kv_heads % tp and tp % facts.num_kv_heads:
-            yield (
-                f"{key}={tp} must divide num_key_value_heads={facts.num_kv_heads} or be a multiple of it; "
-                f"{_choose(divisors(facts.num_kv_heads))} or a multiple of {facts.num_kv_heads}"
-            )
-    yield from _must_divide(f"{_MEGATRON}.pipeline_model_parallel_size", pp, "num_hidden_layers", facts.num_layers)
-    padded_vocab = -(-facts.vocab_size // 64) * 64  # vLLM's padding
-    yield from _must_divide(_ROLLOUT_TP, rollout_tp, "the padded vocabulary", padded_vocab)
-    if case.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
-        supported = ", ".join(map(str, CPU_HEAD_DIMS))
-        yield f"{_ROLLOUT}: vLLM's CPU build has no attention for head_dim={facts.head_dim}, only for {supported}"
-    yield from _attention(case)
-    yield from _recompute(case)
-    yield from _replay(case)
-    yield from (_experts if facts.num_experts else _dense_mlp)(case)
-
-
-def _replay(case: _Case) -> Iterator[str]:
-    ref = case.cfg.actor_rollout_ref
-    if (mode := ref.actor.megatron.router_replay.mode) != "disabled" and not ref.rollout.enable_rollout_routing_replay:
-        yield (
-            f"{_MEGATRON}.router_replay.mode={mode} needs {_ROLLOUT}.enable_rollout_routing_replay=true; "
-            "or set disabled"
-        )
-
-
-def _attention(case: _Case) -> Iterator[str]:
-    """What a rank lacks for the backend it finds out itself: Transformer Engine need not be where this runs."""
-    backend = case.cfg.actor_rollout_ref.actor.megatron.attention_backend
-    if backend not in ATTENTION_BACKENDS:
-        yield f"{_MEGATRON}.attention_backend={backend!r} is unknown; choose {', '.join(ATTENTION_BACKENDS)}"
-    elif backend in ("fused", "flash") and case.device == "cpu":
-        yield f"{_MEGATRON}.attention_backend={backend} needs CUDA devices; set auto"
-
-
-def _recompute(case: _Case) -> Iterator[str]:
-    ref, parts = case.cfg.actor_rollout_ref, ("core_attn", "moe" if case.facts.num_experts else "mlp")
-    if unknown := set(ref.actor.megatron.recompute_modules) - set(parts):
-        yield (
-            f"{_MEGATRON}.recompute_modules has {', '.join(sorted(unknown))}; a layer of this model has "
-            f"{' and '.join(parts)}"
-        )
-    if ref.actor.megatron.recompute_modules and ref.model.enable_gradient_checkpointing:
-        yield (
-            f"{_MEGATRON}.recompute_modules={ref.actor.megatron.recompute_modules} adds nothing to "
-            "model.enable_gradient_checkpointing=true, which computes whole layers again; set one of them"
-        )
-
-
-def _experts(case: _Case) -> Iterator[str]:
-    megatron, facts = case.cfg.actor_rollout_ref.actor.megatron, case.facts
-    rollout, width = case.cfg.actor_rollout_ref.rollout, facts.moe_intermediate_size
-    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
-    yield from _must_divide(f"{_MEGATRON}.expert_model_parallel_size", ep, "num_experts", facts.num_experts)
-    yield from _must_divide(f"{_MEGATRON}.expert_tensor_parallel_size", etp, "moe_intermediate_size", width)
-    if rollout.expert_parallel_size > 1:
-        key = f"{_ROLLOUT}.expert_parallel_size"
-        yield from _must_divide(key, rollout.expert_parallel_size, "num_experts", facts.num_experts)
-    else:
-        tp = rollout.tensor_model_parallel_size
-        yield from _must_divide(_ROLLOUT_TP, tp, "moe_intermediate_size", width)
-
-
-def _dense_mlp(case: _Case) -> Iterator[str]:
-    megatron, width = case.cfg.actor_rollout_ref.actor.megatron, case.facts.intermediate_size
-    rollout_tp = case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
-    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-        if (size := getattr(megatron, name)) != 1:
-            yield f"{_MEGATRON}.{name}={size} needs a mixture of experts, this model has none; set 1"
-    keeps_routing = case.cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay
-    for key, value, off in (
-        (f"{_MEGATRON}.moe_aux_loss_coeff", megatron.moe_aux_loss_coeff, "0"),
-        (f"{_MEGATRON}.freeze_moe_router", megatron.freeze_moe_router, "false"),
-        (f"{_ROLLOUT}.enable_rollout_routing_replay", keeps_routing, "false"),
-    ):
-        if value:
-            yield f"{key}={str(value).lower()} needs a mixture of experts, this model has none; set {off}"
-    trainer_tp = megatron.tensor_model_parallel_size
-    yield from _must_divide(f"{_MEGATRON}.tensor_model_parallel_size", trainer_tp, "intermediate_size", width)
-    yield from _must_divide(_ROLLOUT_TP, rollout_tp, "intermediate_size", width)
+    return model_problems(case.cfg, case.facts, case.device)
 
 
 def _batches(case: _Case) -> Iterator[str]:
     actor, rollout, data = case.cfg.actor_rollout_ref.actor, case.cfg.actor_rollout_ref.rollout, case.cfg.data
     mini, batch = actor.ppo_mini_batch_size, data.train_batch_size
-    yield from _must_divide(f"{_ACTOR}.ppo_mini_batch_size", mini, "data.train_batch_size", batch)
+    yield from must_divide(f"{_ACTOR}.ppo_mini_batch_size", mini, "data.train_batch_size", batch)
     replicas = case.world_size // rollout.tensor_model_parallel_size
     if data.draw_size < replicas:
         yield (

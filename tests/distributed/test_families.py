@@ -73,7 +73,11 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "qwen3-tied-tp4": ("qwen3", {"tie_word_embeddings": True}, {"tp": 4}),
     "qwen3-moe-top1-ep4": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, {"ep": 4}),
     "mixtral-tied-tp2-etp2-ep2": ("mixtral", {"tie_word_embeddings": True}, {"tp": 2, "ep": 2, "etp": 2}),
-    "deepseek-tp2-pp2-ep2": ("deepseek_v3", {"rope_scaling": YARN}, {"tp": 2, "pp": 2, "ep": 2}),
+    "deepseek-tp2-pp2-ep2": (
+        "deepseek_v3",
+        {"rope_scaling": YARN, "num_hidden_layers": 3},
+        {"tp": 2, "pp": 2, "ep": 2},
+    ),
     "deepseek-tp2-etp2-ep2": ("deepseek_v3", {"rope_scaling": YARN}, {"tp": 2, "ep": 2, "etp": 2}),
 }
 

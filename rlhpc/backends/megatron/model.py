@@ -59,6 +59,7 @@ def transformer_config(
     """What Megatron needs of `facts`. The backward computes whole layers again (`recompute`), or these parts of each:
     core_attn, mlp, moe. Losses carry their global normaliser, so gradients are plain sums over
     microbatches and data-parallel ranks: calculate_per_token_loss without a token count does just that."""
+    last_stage = facts.stage(layout.pp - 1, layout.pp)
     return TransformerConfig(
         num_layers=facts.num_layers,
         hidden_size=facts.hidden_size,
@@ -94,6 +95,7 @@ def transformer_config(
         variable_seq_lengths=True,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        num_layers_in_last_pipeline_stage=None if facts.num_layers % layout.pp == 0 else len(last_stage),
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.tp > 1,
@@ -178,9 +180,8 @@ class Decoder(GPTModel):
     def __init__(self, config: TransformerConfig, facts: ModelFacts) -> None:
         self.facts = facts
         tp = config.tensor_model_parallel_size
-        count = facts.num_layers // config.pipeline_model_parallel_size
-        first = count * parallel_state.get_pipeline_model_parallel_rank()
-        sparse = [facts.num_experts > 0 and i >= facts.num_dense_layers for i in range(first, first + count)]
+        stage = facts.stage(parallel_state.get_pipeline_model_parallel_rank(), config.pipeline_model_parallel_size)
+        sparse = (facts.num_experts > 0 and layer >= facts.num_dense_layers for layer in stage)
         specs = [_layer_spec(facts, sparse=each) for each in sparse]
         super().__init__(
             config,

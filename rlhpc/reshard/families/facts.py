@@ -120,11 +120,22 @@ class ModelFacts:
             sizes |= {"n_shared_experts * moe_intermediate_size": self.shared_intermediate_size}
         return {name: size for name, size in sizes.items() if size}
 
+    def stage(self, rank: int, pp: int) -> range:
+        """The layers of a pipeline stage. The last, which has the head too, gets what equal ones before it leave."""
+        size = -(-self.num_layers // pp)
+        return range(size * rank, min(size * (rank + 1), self.num_layers))
+
+    @property
+    def stage_counts(self) -> list[int]:
+        """Numbers of pipeline stages among which every stage gets a layer."""
+        return [pp for pp in range(1, self.num_layers + 1) if self.stage(pp - 1, pp)]
+
     def check_trainer(self, layout: ParallelLayout) -> None:
         """Raises ConfigError where `layout` can't shard this model."""
         _check_divides("tp", layout.tp, "num_attention_heads", self.num_heads)
         _check_kv_heads("tp", layout.tp, self.num_kv_heads)
-        _check_divides("pp", layout.pp, "num_hidden_layers", self.num_layers)
+        if layout.pp not in self.stage_counts:
+            raise ConfigError(f"pp={layout.pp} {self.no_stages(layout.pp)}")
         if self.num_experts:
             _check_divides("ep", layout.ep, "num_experts", self.num_experts)
             _check_divides("etp", layout.etp, "moe_intermediate_size", self.moe_intermediate_size)
@@ -136,6 +147,12 @@ class ModelFacts:
                     )
         for name, size in self.dense_mlps.items():
             _check_divides("tp", layout.tp, name, size)
+
+    def no_stages(self, pp: int) -> str:
+        """Why there can't be `pp` pipeline stages, and how many there can be."""
+        size, choices = len(self.stage(0, pp)), ", ".join(map(str, self.stage_counts))
+        each = f"{size} layer{'s' if size > 1 else ''}"
+        return f"stages of {each} leave none of num_hidden_layers={self.num_layers} to the last; choose {choices}"
 
     def check_rollout(self, tp: int, *, expert_parallel: bool = False) -> None:
         """Raises ConfigError where an engine of tensor parallel size `tp` can't shard this model."""

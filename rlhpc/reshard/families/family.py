@@ -71,7 +71,6 @@ class Family:
         facts.check_trainer(layout)
         layers = self.layer_parts(facts)
         shapes = _all_shapes(facts, layers)
-        per_stage = facts.num_layers // layout.pp
         shards: dict[str, Shards] = {}
         ends: dict[str, tuple[Replicas, ...]] = defaultdict(tuple)
         for stage in range(layout.pp):
@@ -80,8 +79,8 @@ class Family:
                 at = layout.coords(rank)
                 positions.add(rank, Position(facts, shapes, at.tp, layout.tp, at.ep, layout.ep, at.etp, layout.etp))
             placed = positions.of_layers([part.trainer for part in layers])
-            for local in range(per_stage):
-                index, buffer = stage * per_stage + local, f"decoder.layers.{local}."
+            for local, index in enumerate(facts.stage(stage, layout.pp)):
+                buffer = f"decoder.layers.{local}."
                 shards |= {f"model.layers.{index}.{name}": Shards(where, buffer) for name, where in placed[index]}
             first, last = stage == 0, stage == layout.pp - 1
             table: dict[str, Placement] = {}

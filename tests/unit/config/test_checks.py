@@ -115,7 +115,7 @@ def test_allowed(overrides, world_size):
         ({RTP: 3}, 4, [f"{RTP}=3 must divide the 4 ranks", "choose 1, 2, 4"]),
         ({TP: 8}, 8, [f"{TP}=8 must divide num_attention_heads=4; choose 1, 2, 4"]),
         ({RTP: 8}, 8, [f"{RTP}=8 must divide num_attention_heads=4; choose 1, 2, 4"]),
-        ({PP: 3}, 3, [f"{PP}=3 must divide num_hidden_layers=4; choose 1, 2, 4"]),
+        ({PP: 3}, 3, [f"{PP}=3: stages of 2 layers leave none of num_hidden_layers=4 to the last; choose 1, 2, 4"]),
         (
             {f"{ACTOR}.ppo_mini_batch_size": 5},
             4,

@@ -53,7 +53,7 @@ def test_refused_alone(overrides, parts):
         ({"vocab_size": 400}, {}, ["knows 400 tokens, the policy has 500", "same tokenizer"]),
         ({"max_position_embeddings": 128}, {}, ["ends at max_position_embeddings=128", "have 200 tokens"]),
         ({"model_type": "mamba"}, {}, ["config.json: model_type", "mamba"]),
-        ({"num_hidden_layers": 3}, {PP: 2}, [f"{LAYOUT}pp=2", "3"]),
+        ({"num_hidden_layers": 1}, {PP: 2}, [f"{LAYOUT}pp=2", "num_hidden_layers=1"]),
         ({"model_type": "llama"}, {EP: 2}, [f"{LAYOUT}ep=2 needs a model with experts"]),
         ({"model_type": "llama"}, {f"{M}.recompute_modules": ["moe"]}, ["layers have no moe", "core_attn alone"]),
     ],

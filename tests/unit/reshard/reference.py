@@ -41,8 +41,9 @@ CONFIGS = {
     "qwen2": {**_DECODER, "model_type": "qwen2", "head_dim": 2},
     "qwen3": {**_DECODER, "model_type": "qwen3", "tie_word_embeddings": True},
     "deepseek_v3": {
-        **_DECODER, "model_type": "deepseek_v3", "num_key_value_heads": 8, "q_lora_rank": 10, "kv_lora_rank": 12,
-        "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4, "first_k_dense_replace": 2,
+        **_DECODER, "model_type": "deepseek_v3", "num_hidden_layers": 7, "num_key_value_heads": 8,
+        "q_lora_rank": 10, "kv_lora_rank": 12,
+        "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4, "first_k_dense_replace": 1,
         "moe_intermediate_size": 8, "n_routed_experts": 8, "num_experts_per_tok": 4, "norm_topk_prob": True,
         "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 2.5,
         "scoring_func": "sigmoid", "topk_method": "noaux_tc",
@@ -116,9 +117,9 @@ def _vocab(table: np.ndarray, padded: int, tp: int, tp_size: int) -> np.ndarray:
 def trainer_buffers(tensors: Arrays, facts: ModelFacts, layout: ParallelLayout, rank: int) -> Arrays:
     """Megatron's parameters of one rank."""
     at = layout.coords(rank)
-    per_stage, groups = facts.num_layers // layout.pp, facts.num_kv_heads
+    per_stage, groups = -(-facts.num_layers // layout.pp), facts.num_kv_heads
     buffers: Arrays = {}
-    for local in range(per_stage):
+    for local in range(min(per_stage, facts.num_layers - at.pp * per_stage)):
         hf, ours = f"model.layers.{at.pp * per_stage + local}.", f"decoder.layers.{local}."
         latent = _latent(tensors, hf + "self_attn", at.tp, layout.tp) if facts.latent else ({}, {})
         names = {"q_a_proj": "linear_q_down_proj", "q_a_layernorm": "q_layernorm", "q_b_proj": "linear_q_up_proj"}

@@ -214,7 +214,7 @@ def test_correction_biases_stay_float32() -> None:
         family.rollout_specs(config, 2, (0, 1), "bfloat16"),
     ):
         wide = {spec.name for spec in specs if spec.dtype == "float32"}
-        assert wide == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (2, 3)}
+        assert wide == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in range(1, 7)}
         assert {spec.dtype for spec in specs} == {"bfloat16", "float32"}
 
 
@@ -224,7 +224,9 @@ def test_layouts_that_cannot_shard_name_the_choices() -> None:
         family.trainer_specs(CONFIG, ParallelLayout(3, 1, 1, 1, 1, 3), "float32")
     with pytest.raises(ConfigError, match="ep=6 must divide num_experts=8; choose 1, 2, 4, 8"):
         family.trainer_specs(CONFIG, ParallelLayout(1, 1, 1, 6, 1, 6), "float32")
-    with pytest.raises(ConfigError, match="pp=3 must divide num_hidden_layers=4"):
+    with pytest.raises(
+        ConfigError, match="pp=3 stages of 2 layers leave none of num_hidden_layers=4 to the last; choose 1, 2, 4"
+    ):
         family.trainer_specs(CONFIG, ParallelLayout(1, 3, 1, 1, 1, 3), "float32")
     with pytest.raises(ConfigError, match="ep=2 needs a model with experts, this llama is dense; set 1"):
         family_for(CONFIGS["llama"]).trainer_specs(CONFIGS["llama"], ParallelLayout(1, 1, 1, 2, 1, 2), "float32")
