@@ -25,7 +25,15 @@ from rlhpc.config.model_dir import read_model_config
 from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
-from rlhpc.reshard.hf import INDEX_NAME, copy_side_files, index_text, split_into_files, write_tensors
+from rlhpc.reshard.families.family import tensor_dtype
+from rlhpc.reshard.hf import (
+    INDEX_NAME,
+    copy_side_files,
+    exported_config,
+    index_text,
+    split_into_files,
+    write_tensors,
+)
 from rlhpc.reshard.saved import WEIGHT_KINDS, load_saved
 
 DTYPES = ("bfloat16", "float32")
@@ -64,7 +72,7 @@ def export(
     model = _model(checkpoints.run, model_dir, directory)
     shapes = _shapes(manifest, model)
     dtype = dtype or _trained_dtype(checkpoints.run, model)
-    sizes = {name: prod(shape) * ITEM_BYTES[dtype] for name, shape in shapes.items()}
+    sizes = {name: prod(shape) * ITEM_BYTES[tensor_dtype(name, dtype)] for name, shape in shapes.items()}
     files, total = split_into_files(sizes, file_bytes), sum(sizes.values())
     try:
         with _appearing_whole(target, total) as partial, byte_progress() as progress:
@@ -132,8 +140,8 @@ def _appearing_whole(target: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def _write_file(path: Path, manifest: CheckpointManifest, shapes: Shapes, dtype: str) -> None:
-    tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()}
-    specs = [ShardSpec.whole(name, shape, dtype, (0,)) for name, shape in shapes.items()]
+    specs = [ShardSpec.whole(name, shape, tensor_dtype(name, dtype), (0,)) for name, shape in shapes.items()]
+    tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
     load_saved(manifest, WEIGHT_KINDS, specs, 0, tensors, cast=True)
     write_tensors(tensors, path)
 
@@ -186,4 +194,4 @@ def _settings(run: Run) -> Mapping[str, Any]:
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Under the names that the config has for it; both are read."""
     keys = [key for key in _DTYPE_KEYS if key in config] or _DTYPE_KEYS[:1]
-    return dict(config) | dict.fromkeys(keys, dtype)
+    return exported_config(config) | dict.fromkeys(keys, dtype)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhpc.config.model_dir import read_model_config
+from rlhpc.config.model_fit import recomputable
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError, ModelError
@@ -167,9 +168,9 @@ def _model(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int) -> 
     if longest > facts.max_positions:
         yield f"{told} ends at max_position_embeddings={facts.max_positions}; prompt and response have {longest} tokens"
     modules = cfg.actor_rollout_ref.actor.megatron.recompute_modules
-    other = "mlp" if facts.num_experts else "moe"
-    if other in modules and not Critic.of(cfg).enable_gradient_checkpointing:
+    other = sorted({"moe", "mlp"} & set(modules) - set(recomputable(facts)))
+    if other and not Critic.of(cfg).enable_gradient_checkpointing:
         yield (
-            f"{told}: its layers have no {other}, which {_MEGATRON}.recompute_modules={modules} has; set "
+            f"{told}: its layers have no {other[0]}, which {_MEGATRON}.recompute_modules={modules} has; set "
             "critic.model.enable_gradient_checkpointing=true, or recompute core_attn alone"
         )

@@ -90,10 +90,14 @@ def _attention(cfg: RunConfig, device: str) -> Iterator[str]:
         yield f"{_MEGATRON}.attention_backend={backend} needs CUDA devices; set auto"
 
 
+def recomputable(facts: ModelFacts) -> list[str]:
+    """Parts of its layers that megatron.recompute_modules may name."""
+    dense = facts.num_dense_layers if facts.num_experts else facts.num_layers
+    return ["core_attn", *(["moe"] if facts.num_experts else []), *(["mlp"] if dense else [])]
+
+
 def _recompute(cfg: RunConfig, facts: ModelFacts) -> Iterator[str]:
-    ref, parts = cfg.actor_rollout_ref, ["core_attn"]
-    parts += ["moe"] if facts.num_experts else []
-    parts += ["mlp"] if facts.num_dense_layers or not facts.num_experts else []
+    ref, parts = cfg.actor_rollout_ref, recomputable(facts)
     if unknown := set(ref.actor.megatron.recompute_modules) - set(parts):
         yield (
             f"{_MEGATRON}.recompute_modules has {', '.join(sorted(unknown))}; a layer of this model has "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
+from functools import cache
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +26,11 @@ from rlhpc.reshard.execute import Resharder, region
 from rlhpc.reshard.families.family import EMBED, HEAD
 from rlhpc.reshard.plan import plan
 
+logger = logging.getLogger(__name__)
+
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 * 1024**3
+FURTHER_LAYERS = "num_nextn_predict_layers"  # of config.json
 READABLE = ("F64", "F32", "BF16", "F16")  # cast to the buffers' dtype; the rest is quantised
 IGNORABLE = ("rotary_emb.inv_freq",)  # buffers that old exports carry and every implementation computes
 NOT_COPIED = (  # weights, in whatever form the source has them
@@ -139,12 +145,37 @@ def _check_names(directory: Path, files: Mapping[str, Path], known: Set[str]) ->
             "directory again, or mend config.json"
         )
     # A tied model's files may repeat the embedding as a head of its own.
-    extra = sorted(n for n in files.keys() - known - {HEAD} if not n.endswith(IGNORABLE))
+    unread = files.keys() - known - {HEAD}
+    further = {name for name in unread if name.startswith(_further_layers(directory))}
+    if further:
+        _say_once(directory, len(further))
+    extra = sorted(name for name in unread - further if not name.endswith(IGNORABLE))
     if extra:
         raise ModelError(
             f"{directory} holds {len(extra)} tensors that config.json's model hasn't: {_first(extra)}; is it "
             "this model's config.json?"
         )
+
+
+def _further_layers(directory: Path) -> tuple[str, ...]:
+    """How the names of tensors begin that predict tokens beyond the next one (DeepSeek-V3's multi-token prediction):
+    layers behind the model's own."""
+    path = directory / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    first, count = config.get("num_hidden_layers", 0), config.get(FURTHER_LAYERS) or 0
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+
+
+@cache
+def _say_once(directory: Path, count: int) -> None:
+    logger.info(
+        "%s: %d tensors predict tokens beyond the next one; they are neither trained nor exported", directory, count
+    )
+
+
+def exported_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json that asks for no tensors but those that are exported."""
+    return dict(config) | ({FURTHER_LAYERS: 0} if config.get(FURTHER_LAYERS) else {})
 
 
 def _first(names: Sequence[str], count: int = 4) -> str:
@@ -266,6 +297,9 @@ def copy_side_files(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(NOT_COPIED):
             shutil.copyfile(path, target / path.name)
+    if _further_layers(source):
+        config = exported_config(json.loads((source / "config.json").read_text()))
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def index_text(files: Mapping[str, Sequence[str]], total_bytes: int) -> str:

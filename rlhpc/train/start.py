@@ -19,12 +19,14 @@ from rlhpc.config.tree import MISSING, diff, shown
 from rlhpc.errors import CheckpointError, ConfigError, ModelError
 from rlhpc.metrics.console import duration
 from rlhpc.reshard.families import family_for
+from rlhpc.reshard.families.family import ROUTER
 
 OF_NO_INTEREST = (
     "cluster", "launch", "model._name_or_path", "model.transformers_version", "resume", "run_dir",
     "trainer.default_local_dir", "trainer.resume_",
 )  # fmt: skip
-SAME_ARCHITECTURE = ("model_type", "num_heads", "num_kv_heads", "head_dim")  # the rest shows in shapes
+# The rest shows in shapes.
+SAME_ARCHITECTURE = ("model_type", "num_heads", "num_kv_heads", "head_dim", "latent", "sigmoid_routing", "rope_scaling")
 
 
 def own_newest_first(cfg: RunConfig, store: CheckpointStore) -> Iterator[Found]:
@@ -118,7 +120,8 @@ def _check_architecture(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any
 def _check_continues(cfg: RunConfig, manifest: CheckpointManifest) -> None:
     """The optimizer's state is that of the parameters that were trained. The order of the data is a function of some
     settings, and the checkpoint's cursor a position in it."""
-    frozen, were_frozen = cfg.actor_rollout_ref.actor.megatron.freeze_moe_router, FROZEN_KIND in manifest.kinds
+    frozen = cfg.actor_rollout_ref.actor.megatron.freeze_moe_router
+    were_frozen = any(piece.name.endswith(ROUTER) for piece in manifest.pieces(FROZEN_KIND))
     if frozen != were_frozen:
         raise ConfigError(
             f"actor_rollout_ref.actor.megatron.freeze_moe_router={json.dumps(frozen)}, but {manifest.directory} was "

@@ -136,3 +136,6 @@ def test_a_checkpoint_is_exported_as_what_the_trainer_holds(name: str, root: Pat
     exported, trained = read_tensors(root / name / "exported"), read_tensors(root / name / "trained")
     assert exported.keys() == trained.keys()
     assert all(torch.equal(exported[key], tensor) for key, tensor in trained.items())
+    assert main(["export", str(run), str(root / name / "narrow"), "--dtype", "bfloat16"]) == 0
+    for key, tensor in read_tensors(root / name / "narrow").items():  # what chooses experts keeps its bits
+        assert torch.equal(tensor, trained[key] if "correction_bias" in key else trained[key].bfloat16()), key

@@ -29,8 +29,8 @@ GIVEN = {name: os.environ.get(name) for name in FUSED_ALONE}  # by the user, bef
 
 
 class Heads(NamedTuple):
-    """Of a rank's attention: how many of queries, how many of keys and of values, elements of one, and of a value where
-    those are others."""
+    """Of a rank's attention: how many of queries, how many of keys and of values, elements of one, and with latent
+    attention of a value."""
 
     query: int
     key: int
@@ -88,8 +88,8 @@ def _lacks(backend: AttnBackend, device: torch.device, dtype: torch.dtype, heads
         return f"head_dim={heads.size} to be a multiple of 8 up to {largest}"
     if backend is AttnBackend.flash:
         return ""
-    if heads.value_size not in (None, heads.size):
-        return f"values as long as keys, not {heads.value_size} elements beside {heads.size}"
+    if heads.value_size is not None:
+        return "attention that isn't latent"
     if transformer_engine is None:
         return "Transformer Engine, which isn't installed"
     major, minor = torch.cuda.get_device_capability(device)

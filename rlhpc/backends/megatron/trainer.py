@@ -114,7 +114,8 @@ class MegatronTrainer:
 
     def _source_of(self, directory: Path, hf_config: Mapping[str, Any], specs: Sequence[ShardSpec]) -> Source:
         ref, facts = self._cfg.actor_rollout_ref, family_for(hf_config).model_facts(hf_config)
-        heads = Heads.of(facts.num_heads, facts.num_kv_heads, facts.head_dim, self.layout.tp, facts.v_head_dim)
+        value_size = facts.latent.v_dim if facts.latent else None
+        heads = Heads.of(facts.num_heads, facts.num_kv_heads, facts.head_dim, self.layout.tp, value_size)
         wanted, dtype = ref.actor.megatron.attention_backend, DTYPES[ref.model.dtype]
         return Source(directory, facts, specs, attention_backend(wanted, self._device, dtype, heads))
 

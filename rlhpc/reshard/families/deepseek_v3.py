@@ -28,12 +28,16 @@ REQUIRED = {
 
 
 def model_facts(hf_config: HfConfig) -> ModelFacts:
+    """The norms of latent vectors have rms_norm_eps, as in vLLM; Transformers takes 1e-6 for them whatever it is."""
     for key, needed in REQUIRED.items():
         if hf_config.get(key) != needed:
             raise ModelError(
                 f"config.json: {key}={hf_config.get(key)!r} is not supported for deepseek_v3; set {needed!r} if the "
                 "model was trained so, as DeepSeek-V3's own config.json says"
             )
+    for key in ("q_lora_rank", "first_k_dense_replace"):  # Transformers takes DeepSeek-V3's own where one is absent
+        if key not in hf_config:
+            raise ModelError(f"config.json of deepseek_v3 lacks {key}")
     for key, allowed in (("moe_layer_freq", (None, 1)), ("rope_interleave", (None, True)), ("index_topk", (None,))):
         refuse(hf_config, key, allowed)
     latent = LatentAttention(
@@ -65,7 +69,7 @@ def model_facts(hf_config: HfConfig) -> ModelFacts:
 
 
 def _num_dense_layers(hf_config: HfConfig, num_layers: int) -> int:
-    count = hf_config.get("first_k_dense_replace") or 0
+    count = hf_config["first_k_dense_replace"]
     if type(count) is not int or not 0 <= count < num_layers:
         raise ModelError(
             f"config.json: first_k_dense_replace={count!r} must be a whole number from 0 to num_hidden_layers - 1 = "
@@ -77,8 +81,7 @@ def _num_dense_layers(hf_config: HfConfig, num_layers: int) -> int:
 def _routing(hf_config: HfConfig, facts: ModelFacts) -> SigmoidRouting:
     """Megatron-core 0.16.1 judges a group by its best top-k / topk_group experts, DeepSeek by its best two: only where
     both are the same there can be groups."""
-    groups = whole_number(hf_config, "n_group", default=1)
-    of_token = whole_number(hf_config, "topk_group", default=1)
+    groups, of_token = whole_number(hf_config, "n_group"), whole_number(hf_config, "topk_group")
     experts, top_k = facts.num_experts, facts.experts_per_token
     if experts % groups or of_token > groups:
         raise ModelError(

@@ -13,6 +13,7 @@ from rlhpc.reshard.families.parts import LayerPart, Part
 from rlhpc.reshard.families.placement import Placement, Position, Shape, replicated, split
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+ROUTER = ".gate.weight"  # how the names of routers end in all families
 FLOAT32 = (".e_score_correction_bias",)
 SCORE = "score.weight"  # a value model's head; Transformers' name for one that classifies
 ROLLOUT_VOCAB_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE

@@ -19,11 +19,18 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ("qwen3_moe", {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1]}),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": 12}),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": None}),
     ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
 ]
 
@@ -33,7 +40,7 @@ def test_forward_flops_equal_the_counted_ones(model_type: str, options: dict[str
     from transformers import AutoConfig, AutoModelForCausalLM
 
     # Eager attention computes all scores, masked ones included: every token's context is the whole row.
-    config = AutoConfig.for_model(model_type, **SHAPE, **options, attn_implementation="eager")
+    config = AutoConfig.for_model(model_type, **SHAPE | options, attn_implementation="eager")
     config._experts_implementation = "eager"  # the grouped matmul is not in PyTorch's counter
     model = AutoModelForCausalLM.from_config(config).eval()
     rows, length = 3, 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,11 @@ from rlhpc.reshard.families import family_for, model_facts, padded_vocab_size
 from rlhpc.reshard.families.facts import Llama3Scaling
 from tests.tiny_family import write_tiny_family
 from tests.unit.reshard.reference import CONFIG, CONFIGS, Arrays, canonical_arrays, rollout_buffers, trainer_buffers
+
+YARN = {
+    "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 def fill(specs: list[ShardSpec], rank: int, tensors: Arrays, expected: Arrays) -> Arrays:
@@ -162,6 +168,29 @@ def test_what_families_imply() -> None:
         ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported for mixtral"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported for mixtral"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported where routing weights"),
+        (
+            "deepseek_v3",
+            {"scoring_func": "softmax"},
+            "scoring_func='softmax' is not supported for deepseek_v3; set 'sig",
+        ),
+        ("deepseek_v3", {"topk_method": None}, "topk_method=None is not supported for deepseek_v3; set 'noaux_tc'"),
+        ("deepseek_v3", {"n_group": None}, "config.json of deepseek_v3 lacks n_group"),
+        ("deepseek_v3", {"n_group": 3}, "n_group=3 must divide n_routed_experts=8, and be at least topk_group=2"),
+        (
+            "deepseek_v3",
+            {"topk_group": 1},
+            "topk_group=1 of n_group=4 with num_experts_per_tok=4 of 8 is not supported",
+        ),
+        ("deepseek_v3", {"first_k_dense_replace": 7}, "first_k_dense_replace=7 must be .* num_hidden_layers - 1 = 6"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 must be num_attention_heads=8"),
+        (
+            "deepseek_v3",
+            {"rope_scaling": {"type": "llama3"}},
+            "'llama3' is not supported; supported: 'default', 'yarn'",
+        ),
+        ("deepseek_v3", {"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale_all_dim=0 is not supported"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "config.json of deepseek_v3 lacks kv_lora_rank"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "fp8_cast_bf16.py .* and remove the key"),
         ("mixtral", {"num_local_experts": None}, "config.json of mixtral lacks num_experts or num_local_experts"),
     ],
 )
@@ -235,6 +264,21 @@ def test_layouts_that_cannot_shard_name_the_choices() -> None:
         family_for(three).trainer_specs(three, ParallelLayout(2, 1, 1, 1, 1, 2), "float32")
     with pytest.raises(ConfigError, match="rollout tensor_model_parallel_size=16 must divide num_attention_heads=8"):
         family.rollout_specs(CONFIG, 16, range(16), "float32")
+
+
+@pytest.mark.parametrize("key", ["q_lora_rank", "first_k_dense_replace", "topk_group"])
+def test_what_transformers_would_assume_must_be_said(key: str) -> None:
+    with pytest.raises(ModelError, match=f"config.json of deepseek_v3 lacks {key}"):
+        model_facts({name: value for name, value in CONFIGS["deepseek_v3"].items() if name != key})
+
+
+def test_stages_that_the_layers_do_not_divide() -> None:
+    """DeepSeek-V3's 61 layers."""
+    facts = replace(model_facts(CONFIGS["deepseek_v3"]), num_layers=61)
+    assert [len(facts.stage(rank, 8)) for rank in range(8)] == [8] * 7 + [5]
+    assert [len(facts.stage(rank, 16)) for rank in range(16)] == [4] * 15 + [1]
+    assert [layer for rank in range(16) for layer in facts.stage(rank, 16)] == list(range(61))
+    assert facts.stage_counts == [*range(1, 10), 11, 13, 16, 21, 31, 61]
 
 
 def test_vocabulary_padding() -> None:

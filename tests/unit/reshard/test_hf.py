@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from rlhpc.errors import ModelError
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.reshard.families import family_for, model_facts
-from rlhpc.reshard.hf import check_hf, load_hf
+from rlhpc.reshard.hf import check_hf, copy_side_files, load_hf
 from tests.unit.reshard.reference import CONFIG, canonical_arrays, trainer_buffers
 
 SINGLE = ParallelLayout(1, 1, 1, 1, 1, 1)
@@ -169,3 +169,19 @@ def test_wrong_tensors_are_named(tmp_path: Path, tensors: dict[str, torch.Tensor
     save_file(tensors | {DOWN: torch.zeros(16, 8, dtype=torch.int8)}, path)
     with pytest.raises(ModelError, match=f"model.safetensors: {DOWN} has dtype I8; readable are F64, F32, BF16, F16"):
         load(tmp_path)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    further = {"model.layers.4.eh_proj.weight": torch.ones(2), "model.layers.5.shared_head.norm.weight": torch.ones(2)}
+    save_file(tensors | further, source / "model.safetensors")
+    config = CONFIG | {"num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"holds 1 tensors .*: model.layers.5.shared_head.norm.weight"):
+        load(source)
+    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    load(source)
+    copy_side_files(source, target)
+    assert json.loads((target / "config.json").read_text()) == config | {"num_nextn_predict_layers": 0}

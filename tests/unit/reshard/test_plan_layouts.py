@@ -27,7 +27,9 @@ SMALL = {
 }  # fmt: skip
 EXPERTS = ("num_experts", "num_local_experts", "moe_intermediate_size")
 MODELS = {
-    name: config | SMALL | {key: 4 for key in EXPERTS if key in config} for name, config in CONFIGS.items()
+    name: config | SMALL | {key: 4 for key in EXPERTS if key in config}
+    | ({"num_key_value_heads": 4} if "kv_lora_rank" in config else {})
+    for name, config in CONFIGS.items()
 }  # fmt: skip
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 NUM_RANKS = 16

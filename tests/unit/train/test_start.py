@@ -23,6 +23,7 @@ from rlhpc.train.model_files import check_model_files
 from rlhpc.train.start import check_start, describe_start
 from tests.hf_files import read_tensors
 from tests.saved_runs import write_checkpoint, write_run
+from tests.tiny_family import write_tiny_family
 from tests.tiny_model import write_tiny_model
 
 CURSOR = {"num_batches_drawn": 20, "num_prompts": 64, "batch_size": 8, "seed": 0, "shuffle": True}
@@ -249,6 +250,18 @@ def test_a_whole_state_goes_on_only_with_the_same_parameters_frozen(world: Path)
         cfg.resume.what = "weights"
         check_start(cfg, model_config(world))
         cfg.resume.what, cfg.actor_rollout_ref.actor.megatron.freeze_moe_router = "all", not now
+        check_start(cfg, model_config(world))
+
+
+def test_correction_biases_are_frozen_in_any_case(world: Path) -> None:
+    model = write_tiny_family(world / "model", "deepseek_v3")
+    weights = read_tensors(model)
+    biases = [name for name in weights if name.endswith("e_score_correction_bias")]
+    write_checkpoint(write_run(world / "latent", model), 5, weights, frozen=biases, cursor=CURSOR)
+    cfg = config(world, resume={"from": str(world / "latent")})
+    check_start(cfg, model_config(world))
+    cfg.actor_rollout_ref.actor.megatron.freeze_moe_router = True
+    with pytest.raises(ConfigError, match=r"freeze_moe_router=true, but \S+ was saved with false, "):
         check_start(cfg, model_config(world))
 
 
