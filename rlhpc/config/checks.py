@@ -133,10 +133,10 @@ def _layout(case: _Case) -> Iterator[str]:
         )
     if ranks % rollout_tp:
         yield f"{_ROLLOUT_TP}={rollout_tp} must divide {where}; {choose(divisors(ranks))}"
-    if case.device == "cuda" and case.cfg.trainer.nnodes > 1 and per_node % rollout_tp:
+    if case.device == "cuda" and case.cfg.trainer.nnodes > 1 and per_node % rollout_tp and rollout_tp % per_node:
         yield (
-            f"{_ROLLOUT_TP}={rollout_tp} must divide trainer.n_gpus_per_node={per_node}: a replica doesn't span nodes; "
-            f"{choose(divisors(per_node))}"
+            f"{_ROLLOUT_TP}={rollout_tp} must divide trainer.n_gpus_per_node={per_node} or be a multiple of it: a "
+            f"replica has a part of a node or whole nodes; {choose(divisors(per_node))}"
         )
     yield from _rollout_experts(case)
 

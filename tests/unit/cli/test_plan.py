@@ -12,6 +12,7 @@ from rlhpc.cli.plan import (
     too_little_memory,
 )
 from rlhpc.config.load import load
+from scripts.bench.deepseek import DEEPSEEK_V3
 from tests.unit.config.test_checks import MODEL
 
 QWEN3_30B_A3B = MODEL | {
@@ -33,6 +34,13 @@ def test_published_size_of_qwen3_30b_a3b():
     assert total == 30_532_122_624  # the model card's 30.5B
     assert total - active == 48 * 120 * 3 * 768 * 2048  # 120 of 128 experts idle in each layer
     assert round(active / 1e9, 1) == 3.4
+
+
+def test_published_size_of_deepseek_v3():
+    total, active = parameter_counts(DEEPSEEK_V3)
+    assert total == 671_026_419_200  # the model card's 671B
+    assert total - active == 58 * 248 * 3 * 2048 * 7168  # 248 of 256 experts idle in each layer that has some
+    assert round(active / 1e9, 1) == 37.6  # its 37B leaves the embedding's lookup out
 
 
 def config(world_size, dtype, checkpoint=None, cluster=None, **megatron):

@@ -276,12 +276,14 @@ def test_options_of_experts_on_a_dense_model():
     ]
 
 
-def test_a_replica_stays_on_its_node():
-    two_nodes = {"cluster.nodes": 2, "launch.mode": "slurm", "trainer.n_gpus_per_node": 2, RTP: 4}
-    assert violations_of(two_nodes | {"trainer.device": "cuda", RTP: 2}) == []
-    assert violations_of(two_nodes | {"trainer.device": "cpu"}) == []  # over gloo it makes no difference
-    [line] = violations_of(two_nodes | {"trainer.device": "cuda"})
-    assert line == f"{RTP}=4 must divide trainer.n_gpus_per_node=2: a replica doesn't span nodes; choose 1, 2"
+def test_a_replica_has_a_part_of_a_node_or_whole_nodes():
+    two_nodes = {"cluster.nodes": 2, "launch.mode": "slurm", "trainer.n_gpus_per_node": 2, "trainer.device": "cuda"}
+    for size in (1, 2, 4):
+        assert violations_of(two_nodes | {RTP: size}) == []
+    odd = two_nodes | {"trainer.n_gpus_per_node": 3, RTP: 2}
+    assert violations_of(odd | {"trainer.device": "cpu"}) == []  # over gloo it makes no difference
+    [line] = violations_of(odd)
+    assert "a replica has a part of a node or whole nodes; choose 1, 3" in line
 
 
 def test_kv_heads():
