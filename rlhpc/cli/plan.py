@@ -147,6 +147,13 @@ def checkpoint_bytes(cfg: RunConfig, model_config: Mapping[str, Any]) -> int:
     return (parameter_counts(model_config)[0] + of_critic) * SAVED_BYTES
 
 
+def routing_bytes(cfg: RunConfig, model_config: Mapping[str, Any]) -> int:
+    """Of the experts of a step's tokens, were all sequences as long as they may be."""
+    num_tokens = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
+    num_tokens *= cfg.data.max_prompt_length + cfg.data.max_response_length
+    return num_tokens * family_for(model_config).model_facts(model_config).routing_bytes
+
+
 def describe(cfg: RunConfig, model_config: Mapping[str, Any]) -> str:
     """The plan as text: grids, batch, parameters and the fullest rank's memory."""
     return "\n".join(_lines(cfg, model_config))
@@ -174,6 +181,11 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
     )
     if cfg.algorithm.filter_groups.enable:
         yield f"          out of {cfg.data.draw_size} prompts drawn at a time, until as many have answers that differ"
+    if ref.rollout.enable_rollout_routing_replay:
+        yield (
+            f"routing   at most {readable(routing_bytes(cfg, model_config))} a step, twice, in Ray's object store; "
+            f"cluster.object_store_bytes gives it {readable(cfg.cluster.object_store_bytes)} before it takes files"
+        )
     yield f"writes    {cfg.run_dir}"
     yield ""
     yield from _memory_table(rank_memory(cfg, model_config))

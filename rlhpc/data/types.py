@@ -57,8 +57,8 @@ class PackedBatch:
 
     `token_fields` are float32 [T] tensors aligned with *positions that predict*: entry t speaks of input_ids[t + 1].
     `loss_mask[t]` is 1 where input_ids[t + 1] is a response token of the same sequence, else 0.
-    `experts` are those that the engine routed each token to, in every layer (0 in layers without experts), as integers
-    of expert_dtype. It never routed the last token of a sequence: what stands there means nothing.
+    `experts` are those that the engine routed each token to, in every layer (0 in layers without experts), uint8 or, of
+    more than 256, int16. It never routed the last token of a sequence: what stands there means nothing.
     """
 
     input_ids: torch.Tensor  # int64 [T]
@@ -83,11 +83,6 @@ class PackedBatch:
         which for a step's microbatches takes ten times as long."""
         tensors = {name: value.numpy() for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return _packed_of, (tensors, {name: value.numpy() for name, value in self.token_fields.items()})
-
-
-def expert_dtype(num_experts: int) -> np.dtype[Any]:
-    """What the numbers of so many experts are kept in: one byte, or two."""
-    return np.dtype(np.uint8 if num_experts <= 256 else np.int16)
 
 
 def _packed_of(arrays: Mapping[str, np.ndarray], token_fields: Mapping[str, np.ndarray]) -> PackedBatch:

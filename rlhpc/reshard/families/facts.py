@@ -97,6 +97,16 @@ class ModelFacts:
     latent: LatentAttention | None = None  # None: grouped-query attention
 
     @property
+    def expert_number_bytes(self) -> int:
+        """That an expert's number is kept in."""
+        return 1 if self.num_experts <= 256 else 2
+
+    @property
+    def routing_bytes(self) -> int:
+        """Of a token: the numbers of its experts in all layers."""
+        return self.num_layers * self.experts_per_token * self.expert_number_bytes
+
+    @property
     def v_head_dim(self) -> int:
         return self.latent.v_dim if self.latent else self.head_dim
 

@@ -9,6 +9,7 @@ from rlhpc.cli.plan import (
     parameter_counts,
     rank_memory,
     readable,
+    routing_bytes,
     too_little_memory,
 )
 from rlhpc.config.load import load
@@ -139,6 +140,16 @@ def test_a_job_that_asks_for_less_memory_than_is_kept():
 
 def test_readable():
     assert [readable(n) for n in (0, 1023, 1536, 61 * 2**30)] == ["0 B", "1023 B", "1.5 KiB", "61 GiB"]
+
+
+def test_what_a_step_of_routing_may_take():
+    """48 layers times 8 experts, a byte each, for 1,024 answers of 512 tokens to prompts of 512."""
+    cfg = config(2, "bfloat16")
+    cfg.data.train_batch_size, cfg.actor_rollout_ref.rollout.n = 64, 16
+    assert routing_bytes(cfg, QWEN3_30B_A3B) == 384 * 1024 * 1024
+    assert "routing " not in describe(cfg, QWEN3_30B_A3B)
+    cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay = True
+    assert "routing   at most 384 MiB a step, twice, " in describe(cfg, QWEN3_30B_A3B)
 
 
 def test_a_critic_counts_by_hand():

@@ -1,11 +1,15 @@
 """Every token's experts from what an engine was fed, by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
-from rlhpc.backends.vllm.routing import whole_routing
-from rlhpc.data.types import expert_dtype
+from rlhpc.backends.vllm.routing import chosen_experts, whole_routing
 from rlhpc.errors import EngineError
+from rlhpc.reshard.families import model_facts
+from tests.tiny_model import tiny_config
 
 
 def experts(*values: int) -> np.ndarray:
@@ -42,4 +46,8 @@ def test_a_token_that_nobody_was_seen_to_route_is_no_guess(positions: list[int],
 
 
 def test_experts_are_kept_in_as_few_bytes_as_torch_can_index() -> None:
-    assert [expert_dtype(number) for number in (8, 256, 257, 512)] == [np.uint8, np.uint8, np.int16, np.int16]
+    facts = model_facts(tiny_config())
+    for num_experts, dtype, size in ((256, torch.uint8, 1), (257, torch.int16, 2)):
+        wide = replace(facts, num_experts=num_experts)
+        assert chosen_experts(wide).ids.dtype == dtype
+        assert wide.routing_bytes == size * facts.num_layers * facts.experts_per_token
