@@ -232,7 +232,7 @@ class ChosenExperts:
 
     The forward itself writes `ids` [max_num_batched_tokens, layers, k], also as a CUDA graph; layers without experts
     stay 0. Not by vLLM's `enable_return_routed_experts`, which copies them to the host at every step and keeps them
-    there for the whole KV cache (0.24), and has no CPU.
+    there for the whole KV cache (0.24).
     """
 
     def __init__(self, num_layers: int, top_k: int, dtype: torch.dtype) -> None:
