@@ -78,7 +78,7 @@ def _process_limits(ranks: int) -> Iterator[Finding]:
     bounded = hard != resource.RLIM_INFINITY
     yield judged("open files", found, fix, failed=bounded and hard < FEW_FILES, warning=bounded and hard < ENOUGH_FILES)
     left, need = free_tasks(), TASKS_BESIDES + TASKS_PER_RANK * ranks
-    found = f"{left} more may be started; {ranks} ranks with their threads take about {need}"
+    found = f"{left} more may be started; a run takes about {need}, threads included"
     fix = "raise ulimit -u or the control group's pids.max, or end what is left over: ps -u $USER"
     yield judged("processes", found, fix, failed=left < need // 2, warning=left < need)
     kinds = {

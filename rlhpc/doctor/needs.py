@@ -101,7 +101,7 @@ def _places(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Finding
             yield from (refusal("the cluster", line) for line in problems)
             yield from (refusal("the cluster", line, "warning") for line in preflight.cautions(cfg, cluster))
             if not problems:
-                yield Finding("the cluster", "ok", f"can give {cfg.trainer.nnodes} nodes of what is asked for")
+                yield Finding("the cluster", "ok", "can give what is asked for")
     elsewhere = cluster is not None and cluster.elsewhere
     problems = list(storage.refusals(cfg, elsewhere=elsewhere, checkpoint_bytes=size))
     yield from (refusal("paths", line) for line in problems)
