@@ -63,7 +63,8 @@ def _given(arguments: Sequence[str]) -> dict[str, str]:
 
 def _repeats_the_actor(key: str, given: Mapping[str, str]) -> bool:
     """Whether it gives verl's reference policy the layout that the actor is given, which it has here anyway."""
-    return key.startswith(REFERENCE) and given.get(key) == given.get(key.replace(REFERENCE, ACTOR, 1), DEFAULT_SIZE)
+    actors = key.replace(REFERENCE, ACTOR, 1)
+    return key.startswith(REFERENCE) and given.get(key) in (given.get(actors, DEFAULT_SIZE), f"${{{actors}}}")
 
 
 def _unknown_options(override: Override, group: Path) -> list[str]:

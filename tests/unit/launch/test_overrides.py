@@ -63,7 +63,9 @@ def test_verls_reference_may_repeat_the_actors_layout():
     ref, actor = "actor_rollout_ref.ref.megatron", "actor_rollout_ref.actor.megatron"
     ep = f"{actor}.expert_model_parallel_size=4"
     given = [ep, f"{ref}.expert_model_parallel_size=4", f"{ref}.pipeline_model_parallel_size=1"]
+    given += [f"{ref}.tensor_model_parallel_size=${{{actor}.tensor_model_parallel_size}}"]
     assert checked(given, CONFIGS) == [ep]
+    assert "can't be removed" in refusal(f"~{ref}.expert_model_parallel_size")[0]
     assert refusal(ep, f"{ref}.expert_model_parallel_size=2") == [
         f"{ref}.expert_model_parallel_size=2 is verl's: the reference policy has the actor's layout; remove it"
     ]
