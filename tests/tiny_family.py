@@ -31,7 +31,7 @@ MORE: dict[str, dict[str, Any]] = {
         "v_head_dim": 48,
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 96,
-        "n_routed_experts": 8,
+        "n_routed_experts": 16,
         "num_experts_per_tok": 4,
         "n_group": 4,
         "topk_group": 2,
@@ -47,7 +47,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def write_tiny_family(path: Path | str, model_type: str, seed: int = 0, **config_overrides: Any) -> Path:
-    """Writes a random float32 model (2 layers, vocabulary 319, 4 or 8 experts where it has some) without a tokenizer.
+    """Writes a random float32 model (2 layers, vocabulary 319, 4 or 16 experts where it has some) without a tokenizer.
 
     Weights are wide and norms and biases far from one and zero, so that a tensor left out or in the wrong place moves
     log-probabilities by far more than float32 rounding.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
+from operator import sub
 from typing import Any
 
 from rlhpc.config.checks import device_of
@@ -12,7 +13,7 @@ from rlhpc.config.critic import Critic, critic_model_config, needs_critic
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schedule import updates_per_step
 from rlhpc.config.schema import RunConfig
-from rlhpc.layout.spec import ShardSpec
+from rlhpc.layout.spec import Replicas, Shards, ShardSpec
 from rlhpc.reshard.families import family_for
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -236,8 +237,15 @@ def _split(specs: Sequence[ShardSpec]) -> tuple[list[ShardSpec], list[ShardSpec]
 
 
 def _elements(specs: Sequence[ShardSpec], world_size: int) -> list[int]:
-    counts = [0] * world_size
+    kinds: dict[int, tuple[tuple[Replicas, ...], int]] = {}  # layers of a kind share theirs: counted once
     for spec in specs:
-        for shard in spec.shards:
-            counts[shard.rank] += prod(shard.shape)
+        replicas = Shards.of(spec.shards).replicas
+        _, times = kinds.get(id(replicas), (replicas, 0))
+        kinds[id(replicas)] = replicas, times + 1
+    counts = [0] * world_size
+    for replicas, times in kinds.values():
+        for same in replicas:
+            elements = times * prod(map(sub, same.stop, same.start))
+            for rank in same.ranks:
+                counts[rank] += elements
     return counts

@@ -26,7 +26,10 @@ OF_NO_INTEREST = (
     "trainer.default_local_dir", "trainer.resume_",
 )  # fmt: skip
 # The rest shows in shapes.
-SAME_ARCHITECTURE = ("model_type", "num_heads", "num_kv_heads", "head_dim", "latent", "sigmoid_routing", "rope_scaling")
+SAME_ARCHITECTURE = (
+    "model_type", "num_heads", "num_kv_heads", "head_dim", "latent", "rope_theta", "rope_scaling",
+    "experts_per_token", "sigmoid_routing",
+)  # fmt: skip
 
 
 def own_newest_first(cfg: RunConfig, store: CheckpointStore) -> Iterator[Found]:

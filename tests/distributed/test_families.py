@@ -78,7 +78,7 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
         {"rope_scaling": YARN, "num_hidden_layers": 3},
         {"tp": 2, "pp": 2, "ep": 2},
     ),
-    "deepseek-tp2-etp2-ep2": ("deepseek_v3", {"rope_scaling": YARN}, {"tp": 2, "ep": 2, "etp": 2}),
+    "moonlight-tp2-etp2-ep2": ("deepseek_v3", MOONLIGHT, {"tp": 2, "ep": 2, "etp": 2}),
 }
 
 

@@ -35,8 +35,9 @@ class ModelState:
     """Where the masters, moments and frozen parameters of one rank's model lie in the canonical tensors.
 
     Masters and moments are what the distributed optimizer's flat ranges hold, so that the ranks' boxes make up each
-    tensor once (norms as often as there are tensor-parallel ranks). Frozen parameters have no optimizer state: each is
-    saved by one of the ranks that hold it, and read by all. Padding belongs to no box; a load makes it zero.
+    tensor once (what is whole on each tensor-parallel rank, such as norms, as often as there are of these). Frozen
+    parameters have no optimizer state: each is saved by one of the ranks that hold it, and read by all. Padding belongs
+    to no box; a load makes it zero.
 
     `prefix` precedes the names of tensors and scalars in checkpoints.
     """

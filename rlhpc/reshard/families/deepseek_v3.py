@@ -91,7 +91,7 @@ def _routing(hf_config: HfConfig, facts: ModelFacts) -> SigmoidRouting:
     if of_token < groups and (top_k // of_token != 2 or experts // groups < 2 or top_k > of_token * experts // groups):
         raise ModelError(
             f"config.json: topk_group={of_token} of n_group={groups} with num_experts_per_tok={top_k} of {experts} is "
-            "not supported; supported: num_experts_per_tok = 2 * topk_group, from groups of at least 2 experts, or "
+            "not supported; supported: num_experts_per_tok // topk_group = 2, from groups of at least 2 experts, or "
             "n_group=1"
         )
     return SigmoidRouting(groups, of_token, positive(hf_config, "routed_scaling_factor"))

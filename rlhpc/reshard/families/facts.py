@@ -232,6 +232,10 @@ def _flag(hf_config: HfConfig, name: str) -> bool:
     return bool(value)
 
 
+def _rope_kind(given: Any) -> Any:
+    return given.get("rope_type", given.get("type", "default")) if isinstance(given, Mapping) else None
+
+
 def rope(
     hf_config: HfConfig, kinds: Sequence[str] = ("default", "llama3")
 ) -> tuple[float, Llama3Scaling | YarnScaling | None]:
@@ -239,18 +243,23 @@ def rope(
     `rope_parameters`, earlier versions write `rope_theta` beside `rope_scaling`. Only rotation of the whole head is
     supported."""
     parameters = dict(hf_config)
+    old, new = hf_config.get("rope_scaling"), hf_config.get("rope_parameters")
+    if old and new and _rope_kind(old) != _rope_kind(new):
+        raise ModelError(
+            f"config.json: rope_scaling={old!r} and rope_parameters={new!r} say different things; remove the wrong one"
+        )
     for where in ("rope_scaling", "rope_parameters"):
         given = hf_config.get(where) or {}
         if not isinstance(given, Mapping):
             raise ModelError(f"config.json: {where}={given!r} must be an object, such as {{'rope_type': 'default'}}")
-        kind = given.get("rope_type", given.get("type", "default"))
+        kind = _rope_kind(given)
         if kind not in kinds:
             supported = ", ".join(map(repr, kinds))
             raise ModelError(f"config.json: {where} of rope_type {kind!r} is not supported; supported: {supported}")
         parameters |= given
     refuse(parameters, "partial_rotary_factor", (None, 1, 1.0))
     theta = positive(parameters, "rope_theta")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = _rope_kind(parameters)
     if kind == "default":
         return theta, None
     if kind == "yarn":

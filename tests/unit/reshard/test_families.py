@@ -227,6 +227,7 @@ def test_what_a_family_lacks_is_refused_by_name(model_type: str, change: dict[st
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a number above 0"),
         ({"rope_theta": "1e6"}, "rope_theta='1e6' must be a number above 0"),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object"),
+        ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}, "say different things; remove the wrong"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
     ],
 )
