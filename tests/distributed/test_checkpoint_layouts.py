@@ -16,12 +16,14 @@ from rlhpc.reshard.saved import load_saved
 from tests.distributed.checkpoint_ranks import CHUNK_BYTES
 from tests.distributed.ranks import run_ranks
 from tests.hf_files import read_tensors
+from tests.tiny_family import write_tiny_family
 from tests.tiny_model import write_tiny_model
 
 STEP = 3  # optimizer steps before the save
 Calls = dict[str, tuple[str, dict[str, Any]]]
 Outcomes = dict[str, list[Any]]  # by call, then by rank
 MOMENTS = ("exp_avg", "exp_avg_sq")
+BIAS = "e_score_correction_bias"
 # What was saved, on how many ranks, under which layout. The odd vocabulary is padded under TP.
 FULL = {"model__dtype": "float32", "actor__optim__lr_warmup_steps": 5}
 PPO = FULL | {"adv_estimator": "gae"}  # a critic beside the policy
@@ -29,6 +31,7 @@ HALF = FULL | {"model__dtype": "bfloat16", "actor__megatron__freeze_moe_router":
 SAVED: dict[str, tuple[int, str, dict[str, int], dict[str, Any]]] = {
     "TP2": (2, "model", {"tp": 2}, FULL),
     "EP2 bf16": (2, "tied", {"ep": 2}, HALF),
+    "DeepSeek TP2 EP2": (2, "latent", {"tp": 2, "ep": 2}, FULL),  # frozen biases beside trained routers
     "TP2 EP2 PP2": (4, "tied", {"tp": 2, "ep": 2, "pp": 2}, PPO),
 }
 # What is loaded, on how many ranks, under which layout.
@@ -40,6 +43,7 @@ LOADED: dict[tuple[str, str], tuple[int, dict[str, int]]] = {
     ("EP2 bf16", "EP2"): (2, {"ep": 2}),
     ("EP2 bf16", "TP2 ETP2"): (2, {"tp": 2, "etp": 2}),
     ("EP2 bf16", "EP2 on 4"): (4, {"ep": 2}),
+    ("DeepSeek TP2 EP2", "TP2 PP2 on 4"): (4, {"tp": 2, "pp": 2}),
     ("TP2 EP2 PP2", "EP2 on 2"): (2, {"ep": 2}),
     ("TP2 EP2 PP2", "TP2 on 2"): (2, {"tp": 2}),
 }
@@ -52,6 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     write_tiny_model(root / "model", vocab_size=319)
     write_tiny_model(root / "tied", vocab_size=319, tie_word_embeddings=True)
+    write_tiny_family(root / "latent", "deepseek_v3")
     write_tiny_model(root / "other seed", vocab_size=319, tie_word_embeddings=True, seed=1)
     return root
 
@@ -174,13 +179,16 @@ def test_what_is_saved_is_named_and_shaped_as_in_the_models_files(outcomes: Outc
             hidden_size = shapes["model.norm.weight"][0]
             shapes |= {f"critic.{name}": shape for name, shape in shapes.items()}
             shapes["critic.score.weight"] = torch.Size([1, hidden_size])
-        frozen = {name for name in shapes if name.endswith("mlp.gate.weight")} if settings is HALF else set()
+        ends = ("mlp.gate.weight",) if settings is HALF else (BIAS,)
+        frozen = {name for name in shapes if name.endswith(ends)}
         held = {key: (tensor.shape, tensor.dtype) for key, tensor in whole(checkpoint(root, run)).items()}
         expected = {
             (kind, name): (shapes[name], torch.float32)
             for name in shapes.keys() - frozen
             for kind in ("master", *MOMENTS)
-        } | {("weight", name): (shapes[name], torch.bfloat16) for name in frozen}
+        }
+        kept = torch.bfloat16 if settings is HALF else torch.float32
+        expected |= {("weight", name): (shapes[name], kept) for name in frozen}
         assert held == expected, run
 
 
