@@ -27,8 +27,7 @@ OF_NO_INTEREST = (
 )  # fmt: skip
 # The rest shows in shapes.
 SAME_ARCHITECTURE = (
-    "model_type", "num_heads", "num_kv_heads", "head_dim", "latent", "rope_theta", "rope_scaling",
-    "experts_per_token", "sigmoid_routing",
+    "model_type", "num_heads", "num_kv_heads", "head_dim", "latent", "experts_per_token", "sigmoid_routing",
 )  # fmt: skip
 
 
