@@ -85,7 +85,7 @@ def random_ranges(rng: random.Random, side: Side, layout: ParallelLayout) -> lis
     for rank, buffers in side.buffers.items():
         at = layout.coords(rank)
         for name in buffers:
-            place = (at.etp, at.ep, at.pp) if "experts" in name else (at.tp, at.pp)
+            place = (at.etp, at.ep, at.pp) if ".experts." in name else (at.tp, at.pp)
             holders[name, place].append(rank)
     ranges = []
     for (name, _), ranks in holders.items():
