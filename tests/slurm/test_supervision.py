@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,12 +233,18 @@ def test_deaths_end_the_attempt_and_the_next_goes_on(slurm: Cluster, tmp_path: P
     driver = submit(slurm, tmp_path / "driver", "30", "-plow", "-N2", f"-w{one},{two}")
     node = submit(slurm, tmp_path / "node", "30", "-plow", "-N2", f"-w{three},{four}")
     batch = submit(slurm, tmp_path / "batch", "30", "-plow", "-N2", f"-w{one},{two}")
-    driver.wait_step(2)
-    os.kill(driver.progress["pid"], signal.SIGKILL)
-    node.wait_step(2)
-    os.kill(node.supervisor(four), signal.SIGKILL)
-    batch.wait_step(2)
-    os.kill(next(pid for pid in slurm.processes(batch.id) if b"rlhpc.cluster.batch" in command_of(pid)), signal.SIGKILL)
+
+    def batch_script() -> int:
+        return next(pid for pid in slurm.processes(batch.id) if b"rlhpc.cluster.batch" in command_of(pid))
+
+    def kill_in_step_2(job: Job, pid: Callable[[], int]) -> None:
+        job.wait_step(2)
+        os.kill(pid(), signal.SIGKILL)
+
+    victims = ((driver, lambda: driver.progress["pid"]), (node, lambda: node.supervisor(four)), (batch, batch_script))
+    with ThreadPoolExecutor() as pool:  # each as soon as it is there: the first one may be over when the last begins
+        for death in [pool.submit(kill_in_step_2, *victim) for victim in victims]:
+            death.result()
     for job in (driver, node):
         assert slurm.wait_end(job.id) == "COMPLETED", job.log
         assert [line["outcome"] for line in job.lines] == ["lost", "finished"]
