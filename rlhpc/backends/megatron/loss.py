@@ -21,9 +21,7 @@ def microbatch_loss(
     Reads the token fields trainer_logprobs and advantages, ref_logprobs with a KL loss, and if there rollout_weights
     and kept, the tokens that it is over.
     """
-    rows = {name: unpack(values, batch)[0] for name, values in batch.token_fields.items()}
-    policy, mask = unpack(logprobs, batch)
-    mask = rows.get("kept", mask)
+    policy, mask, rows = _in_rows(logprobs, batch)
     entropy, _ = unpack(entropies, batch)
     counts = {
         "num_global_tokens": spec.num_global_tokens,
@@ -57,9 +55,7 @@ def microbatch_value_loss(
     values: torch.Tensor, batch: PackedBatch, spec: ValueLossSpec
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """As `microbatch_loss`, of the critic's `values` [T]. Reads the token fields values and returns, and kept."""
-    rows = {name: unpack(of_tokens, batch)[0] for name, of_tokens in batch.token_fields.items()}
-    predicted, mask = unpack(values, batch)
-    mask = rows.get("kept", mask)
+    predicted, mask, rows = _in_rows(values, batch)
     loss, metrics = value_loss(
         predicted,
         rows["values"],
@@ -72,3 +68,10 @@ def microbatch_value_loss(
         scale=spec.loss_scale_factor,
     )
     return loss, metrics | {"critic/vf_loss": loss.detach()}
+
+
+def _in_rows(predicted: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """`predicted` [T] a sequence a row, the mask of the tokens that the loss is over, and the token fields by name."""
+    rows = {name: unpack(values, batch)[0] for name, values in batch.token_fields.items()}
+    found, mask = unpack(predicted, batch)
+    return found, rows.get("kept", mask), rows
