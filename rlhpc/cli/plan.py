@@ -106,23 +106,29 @@ def _critic_specs(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[Shard
     return family_for(config).critic_specs(config, trainer_layout(cfg), cfg.actor_rollout_ref.model.dtype)
 
 
-def node_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: str) -> NodeMemory:
-    """Of the fullest node; `device` is "cpu" or "cuda"."""
-    per_node, dtype = cfg.trainer.n_gpus_per_node, cfg.actor_rollout_ref.model.dtype
+def kept_on_host(cfg: RunConfig, rank: RankMemory) -> tuple[tuple[bool | str, int], ...]:
+    """What waits in host memory while the engine generates where its switch says so (auto: at most), and its bytes."""
     megatron, critic = cfg.actor_rollout_ref.actor.megatron, Critic.of(cfg)
+    return (
+        (megatron.param_offload, rank.trainer_weights + rank.reference_weights),
+        (megatron.optimizer_offload, rank.optimizer),
+        (critic.param_offload, rank.critic_weights),
+        (critic.optimizer_offload, rank.critic_optimizer),
+    )
+
+
+def node_memory(
+    cfg: RunConfig, model_config: Mapping[str, Any], device: str, memory: Sequence[RankMemory] | None = None
+) -> NodeMemory:
+    """Of the fullest node; `device` is "cpu" or "cuda", `memory` what rank_memory gives where that is at hand."""
+    per_node, dtype = cfg.trainer.n_gpus_per_node, cfg.actor_rollout_ref.model.dtype
     optimizer_bytes = MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
     nodes = []
-    memory = rank_memory(cfg, model_config)
+    memory = memory or rank_memory(cfg, model_config)
     for first in range(0, len(memory), per_node):
         ranks = memory[first : first + per_node]
         copies = sum((rank.optimizer + rank.critic_optimizer) // optimizer_bytes * SAVED_BYTES for rank in ranks)
-        leaving = (  # auto: at most
-            (megatron.param_offload, sum(rank.trainer_weights + rank.reference_weights for rank in ranks)),
-            (megatron.optimizer_offload, sum(rank.optimizer for rank in ranks)),
-            (critic.param_offload, sum(rank.critic_weights for rank in ranks)),
-            (critic.optimizer_offload, sum(rank.critic_optimizer for rank in ranks)),
-        )
-        asleep = sum(num_bytes for leaves, num_bytes in leaving if leaves)
+        asleep = sum(num_bytes for rank in ranks for leaves, num_bytes in kept_on_host(cfg, rank) if leaves)
         held = sum(rank.total for rank in ranks) if device == "cpu" else asleep
         copied = cfg.checkpoint.async_save and cfg.trainer.save_freq > 0  # the last step's is waited for
         nodes.append(NodeMemory(held, copies if copied else 0))
@@ -131,8 +137,10 @@ def node_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: str) ->
 
 def too_little_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: str) -> Iterator[str]:
     """What is wrong with the memory that a job asks for, if anything."""
-    asked, needed = cfg.cluster.memory_gib_per_node, node_memory(cfg, model_config, device)
-    if asked is not None and asked * 2**30 < needed.total:
+    if (asked := cfg.cluster.memory_gib_per_node) is None:
+        return
+    needed = node_memory(cfg, model_config, device)
+    if asked * 2**30 < needed.total:
         copies = f", {readable(needed.checkpoint_copies)} of that copies for checkpoint.async_save"
         stay = ", or {optimizer,param}_offload=false of actor_rollout_ref.actor.megatron: these stay on the GPU then"
         yield (
@@ -144,8 +152,14 @@ def too_little_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: s
 
 def checkpoint_bytes(cfg: RunConfig, model_config: Mapping[str, Any]) -> int:
     """Size of one checkpoint: masters and moments of every parameter once, a critic's too."""
-    of_critic = sum(prod(spec.shape) for spec in _critic_specs(cfg, model_config))
-    return (parameter_counts(model_config)[0] + of_critic) * SAVED_BYTES
+    return (parameter_counts(model_config)[0] + critic_parameters(cfg, model_config)) * SAVED_BYTES
+
+
+def critic_parameters(cfg: RunConfig, model_config: Mapping[str, Any]) -> int:
+    if not needs_critic(cfg):
+        return 0
+    config = critic_model_config(cfg, model_config)
+    return sum(map(prod, family_for(config).critic_tensors(config).values()))
 
 
 def routing_bytes(cfg: RunConfig, model_config: Mapping[str, Any]) -> int:
@@ -168,7 +182,7 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
     model = f"{model_config['model_type']}, {ref.model.dtype}"
     yield f"model     {model}, {total:,} parameters, {active:,} per token"
     if needs_critic(cfg):
-        of_critic = sum(prod(spec.shape) for spec in _critic_specs(cfg, model_config))
+        of_critic = critic_parameters(cfg, model_config)
         kind = critic_model_config(cfg, model_config)["model_type"]
         yield f"critic    {kind}, {ref.model.dtype}, {of_critic:,} parameters"
     yield f"ranks     {layout.world_size} = {_counted(cfg.trainer.nnodes, 'node')} * {cfg.trainer.n_gpus_per_node}"
@@ -189,8 +203,8 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
         )
     yield f"writes    {cfg.run_dir}"
     yield ""
-    yield from _memory_table(rank_memory(cfg, model_config))
-    yield from _node_table(node_memory(cfg, model_config, device := device_of(cfg)), device)
+    yield from _memory_table(memory := rank_memory(cfg, model_config))
+    yield from _node_table(node_memory(cfg, model_config, device := device_of(cfg), memory), device)
 
 
 def _of_critic(cfg: RunConfig) -> str:

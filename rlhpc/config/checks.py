@@ -165,7 +165,7 @@ def _batches(case: _Case) -> Iterator[str]:
     replicas = case.world_size // rollout.tensor_model_parallel_size
     if data.draw_size < replicas:
         yield (
-            f"data.{'gen' if data.gen_batch_size else 'train'}_batch_size={data.draw_size} is below the {replicas} "
+            f"{data.draw_key}={data.draw_size} is below the {replicas} "
             f"rollout replicas (ranks / rollout tensor_model_parallel_size); set at least {replicas}"
         )
     if 0 < rollout.chunk_prompts < replicas:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhpc.config.model_dir import read_model_config
-from rlhpc.config.model_fit import recomputable
+from rlhpc.config.model_fit import must_divide, recomputable
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError, ModelError
-from rlhpc.layout.parallel import divisors
 
 SIZES = tuple(
     f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
@@ -126,9 +125,7 @@ def _batches(cfg: RunConfig, world_size: int) -> Iterator[str]:
     critic, data, actor, n = Critic.of(cfg), cfg.data, cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.n
     mini, longest = critic.ppo_mini_batch_size, data.max_prompt_length + data.max_response_length
     told = f"critic.ppo_mini_batch_size={mini}"
-    if data.train_batch_size % mini:
-        choices = ", ".join(map(str, divisors(data.train_batch_size)[:8]))
-        yield f"{told} must divide data.train_batch_size={data.train_batch_size}; choose {choices}"
+    yield from must_divide("critic.ppo_mini_batch_size", mini, "data.train_batch_size", data.train_batch_size)
     dp = max(1, world_size // (actor.megatron.tensor_model_parallel_size * actor.megatron.pipeline_model_parallel_size))
     if mini * n % dp:
         yield (

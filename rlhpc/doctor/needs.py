@@ -9,7 +9,7 @@ from netrc import NetrcParseError, netrc
 from typing import Any
 
 import rlhpc.reshard.hf  # noqa: F401  (torch: loaded with this module, before the checks' time runs)
-from rlhpc.cli.plan import checkpoint_bytes, node_memory, rank_memory, readable, too_little_memory
+from rlhpc.cli.plan import checkpoint_bytes, kept_on_host, node_memory, rank_memory, readable, too_little_memory
 from rlhpc.cluster import preflight, storage
 from rlhpc.cluster.preflight import Cluster
 from rlhpc.cluster.submission import refuse_held
@@ -48,18 +48,15 @@ def needs(cfg: RunConfig, wanted: list[Wanted]) -> Iterator[Finding]:
 
 
 def _wanted(cfg: RunConfig, model_config: Mapping[str, Any]) -> Wanted:
-    rank = max(rank_memory(cfg, model_config), key=lambda rank: rank.total)
-    megatron, critic = cfg.actor_rollout_ref.actor.megatron, Critic.of(cfg)
-    leaving = (  # auto: at most
-        (megatron.param_offload, rank.trainer_weights + rank.reference_weights),
-        (megatron.optimizer_offload, rank.optimizer),
-        (megatron.grad_offload, rank.gradients),
-        (critic.param_offload, rank.critic_weights),
-        (critic.optimizer_offload, rank.critic_optimizer),
-        (critic.grad_offload, rank.critic_gradients),
+    memory = rank_memory(cfg, model_config)
+    rank = max(memory, key=lambda rank: rank.total)
+    leaving = (
+        *kept_on_host(cfg, rank),
+        (cfg.actor_rollout_ref.actor.megatron.grad_offload, rank.gradients),
+        (Critic.of(cfg).grad_offload, rank.critic_gradients),
     )
     return Wanted(
-        host=node_memory(cfg, model_config, device_of(cfg)).total,
+        host=node_memory(cfg, model_config, device_of(cfg), memory).total,
         trainer=sum(num_bytes for _, num_bytes in leaving),
         staying=sum(num_bytes for leaves, num_bytes in leaving if not leaves),
         engine=rank.rollout_weights,
