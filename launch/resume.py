@@ -9,12 +9,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # launch.run does the rest
 
+from launch.run import CONFIGS, ExitCodes  # noqa: E402  # isort: skip  # first: it says what an environment lacks
+
 from hydra import compose, initialize_config_dir  # noqa: E402
 from hydra.core.config_store import ConfigStore  # noqa: E402
 from hydra.errors import HydraException  # noqa: E402
 
 from launch.overrides import checked  # noqa: E402
-from launch.run import CONFIGS, ExitCodes  # noqa: E402
 from rlhpc.cli import resume  # noqa: E402
 from rlhpc.cluster import submission  # noqa: E402
 from rlhpc.config.load import load  # noqa: E402
