@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,10 @@ def has_trained(directory: Path) -> bool:
     """Whether the directory is a run's for good: a start that failed before a step was trained binds nobody, though it
     has told of step 0."""
     metrics = directory / "metrics.jsonl"
-    lines = metrics.read_bytes().splitlines()[:2] if metrics.exists() else []
+    lines: list[bytes] = []
+    if metrics.exists():
+        with metrics.open("rb") as file:
+            lines = list(islice(file, 2))
     if len(lines) < 2 and all(re.match(rb'\{"step": 0\b', line) for line in lines):
         return any((directory / "checkpoints").glob("step-*"))
     return True

@@ -19,10 +19,10 @@ def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def diff(old: Mapping[str, Any], new: Mapping[str, Any], absent: Any = MISSING) -> list[Change]:
-    """Every leaf that differs, sorted by key; `absent` stands for one that a side doesn't have."""
+def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """Every leaf that differs, sorted by key; MISSING stands for one that a side doesn't have."""
     before, after = dict(leaves("", old)), dict(leaves("", new))
-    pairs = ((key, before.get(key, absent), after.get(key, absent)) for key in sorted(before.keys() | after.keys()))
+    pairs = ((key, before.get(key, MISSING), after.get(key, MISSING)) for key in sorted(before.keys() | after.keys()))
     return [(key, a, b) for key, a, b in pairs if a != b or type(a) is not type(b)]
 
 

@@ -146,7 +146,8 @@ def _check_names(directory: Path, files: Mapping[str, Path], known: Set[str]) ->
         )
     # A tied model's files may repeat the embedding as a head of its own.
     unread = files.keys() - known - {HEAD}
-    further = {name for name in unread if name.startswith(_further_layers(directory))}
+    prefixes = _further_layers(directory)
+    further = {name for name in unread if name.startswith(prefixes)}
     if further:
         _say_once(directory, len(further))
     extra = sorted(name for name in unread - further if not name.endswith(IGNORABLE))

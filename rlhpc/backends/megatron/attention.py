@@ -143,7 +143,7 @@ class PackedAttention(torch.nn.Module):
         spans, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         if self.backend is AttnBackend.fused:
             return fused_attention(self.dot_product, query, key, value.contiguous(), spans, longest)
-        return flash_attention(query, key, value.contiguous(), spans, longest, self.scale)
+        return flash_attention(query, key, value, spans, longest, self.scale)
 
     def _by_length(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences

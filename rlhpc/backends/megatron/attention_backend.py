@@ -170,7 +170,9 @@ def flash_attention(
     if scale is not None:
         options["scale"] = scale
     if (size := value.shape[-1]) < query.shape[-1]:
-        value = pad(value, (0, query.shape[-1] - size))
+        value = pad(value, (0, query.shape[-1] - size))  # a contiguous copy
+    else:
+        value = value.contiguous()
     if not TAKES_GROUPS and query.shape[1] != key.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
     output: torch.Tensor = varlen_attn(

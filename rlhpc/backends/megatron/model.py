@@ -224,9 +224,7 @@ class Decoder(GPTModel):
 
     def routers(self) -> dict[int, Router]:
         """Of this stage's layers that have experts, by the layer's index in the whole model."""
-        return {
-            layer.layer_number - 1: layer.mlp.router for layer in self.decoder.layers if hasattr(layer.mlp, "router")
-        }
+        return {layer.layer_number - 1: layer.mlp.router for layer in sparse_layers(self.decoder.layers)}
 
     def _route(self, packed: PackedSequences) -> None:
         for layer, router in self.routers().items():

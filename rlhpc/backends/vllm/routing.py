@@ -67,8 +67,9 @@ class Routing:
         asked = [np.asarray(token_ids, np.int32) for _, token_ids in prompts for _ in range(n)]
         tokens = [np.concatenate([prompt, answer.token_ids]) for prompt, answer in zip(asked, answers, strict=True)]
         rows, positions = np.concatenate(self._rows), np.concatenate(self._positions)
-        fed = split_by_request(rows, positions, positions, len(tokens))
-        experts = split_by_request(rows, positions, np.concatenate(self._on_host), len(tokens))
+        found = split_by_request(rows, positions, np.arange(len(rows)), len(tokens))
+        chosen = np.concatenate(self._on_host)
+        fed, experts = [positions[at] for at in found], [chosen[at] for at in found]
         return [replace(a, experts=e) for a, e in zip(answers, whole_routing(fed, experts, tokens), strict=True)]
 
 
