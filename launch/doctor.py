@@ -10,27 +10,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # launch.run does 
 
 from launch.run import CONFIGS, ExitCodes  # noqa: E402  # isort: skip  # first: it says what an environment lacks
 
-from hydra import compose, initialize_config_dir  # noqa: E402
-from hydra.core.config_store import ConfigStore  # noqa: E402
-from hydra.errors import HydraException  # noqa: E402
-
+from launch.composition import composed_from  # noqa: E402
 from launch.overrides import checked  # noqa: E402
 from rlhpc.cli.doctor import doctor  # noqa: E402
 from rlhpc.cli.parser import build  # noqa: E402
-from rlhpc.config.load import defaults, load  # noqa: E402
+from rlhpc.config.load import defaults  # noqa: E402
 from rlhpc.config.schema import RunConfig  # noqa: E402
-from rlhpc.errors import ConfigError  # noqa: E402
 
 
 def composed(overrides: Sequence[str]) -> RunConfig:
     """What launch/run.py would make of them. Raises ConfigError."""
-    kept = checked(overrides, CONFIGS)
-    ConfigStore.instance().store(name="schema", node=defaults())
-    try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return load(compose("config", kept))
-    except HydraException as error:
-        raise ConfigError(str(error)) from error
+    return composed_from("config", "schema", defaults(), checked(overrides, CONFIGS), CONFIGS)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,14 +11,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # launch.run does 
 
 from launch.run import CONFIGS, ExitCodes  # noqa: E402  # isort: skip  # first: it says what an environment lacks
 
-from hydra import compose, initialize_config_dir  # noqa: E402
-from hydra.core.config_store import ConfigStore  # noqa: E402
-from hydra.errors import HydraException  # noqa: E402
-
+from launch.composition import composed_from  # noqa: E402
 from launch.overrides import checked  # noqa: E402
 from rlhpc.cli import resume  # noqa: E402
 from rlhpc.cluster import submission  # noqa: E402
-from rlhpc.config.load import load  # noqa: E402
 from rlhpc.config.schema import RunConfig  # noqa: E402
 from rlhpc.config.tree import shown  # noqa: E402
 from rlhpc.errors import ConfigError  # noqa: E402
@@ -57,12 +53,7 @@ def composed(old: RunConfig, arguments: Sequence[str]) -> RunConfig:
         f"+{argument}" if (CONFIGS / argument.partition("=")[0]).is_dir() else argument
         for argument in checked(arguments, CONFIGS)
     ]
-    ConfigStore.instance().store(name="resumed", node=old.tree())
-    try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return load(compose("resumed", overrides))
-    except HydraException as error:
-        raise ConfigError(str(error)) from error
+    return composed_from("resumed", "resumed", old.tree(), overrides, CONFIGS)
 
 
 if __name__ == "__main__":
