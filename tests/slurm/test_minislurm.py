@@ -52,7 +52,8 @@ def test_preempted_job_comes_back(slurm: Cluster, tmp_path: Path) -> None:
 
 
 def test_node_without_power_requeues_its_job(slurm: Cluster, tmp_path: Path) -> None:
-    job = slurm.submit("srun sleep 60", "-N2", "--requeue", "--no-kill=off", directory=tmp_path)
+    script = "srun sleep 60; sleep 60"  # srun may miss the node before Slurm does, and end
+    job = slurm.submit(script, "-N2", "--requeue", "--no-kill=off", directory=tmp_path)
     slurm.wait_for(job, "RUNNING")
     slurm.power_off(slurm.node(2))
     slurm.wait_until(job, lambda fields: fields.get("Restarts") == "1", "requeued", timeout_s=60)
