@@ -2,8 +2,9 @@
 
     python tests/slurm/driver.py STEPS [--step-s S] [--save-s S] [--fail CODE WORDS | --lose WORDS]
 
-Goes on from the step that was saved last. With --fail it ends at once with that code and words; with --lose it ends as
-a driver whose rank died.
+Goes on from the step that was saved last. While `<run_dir>/stay` is there a run's first attempt goes on beyond STEPS,
+until it is told to stop or killed. With --fail it ends at once with that code and words; with --lose it ends as a
+driver whose rank died.
 """
 
 import argparse
@@ -27,7 +28,9 @@ def main() -> int:
     attempt = Attempt.current(os.environ)
     assert attempt
     path = attempt.run_dir / "progress.json"
-    checkpoint = (read_json(path) or {}).get("checkpoint")
+    before = read_json(path)
+    stays = before is None and (attempt.run_dir / "stay").exists()
+    checkpoint = (before or {}).get("checkpoint")
     state = {"attempt": attempt.name, "pid": os.getpid(), "checkpoint": checkpoint, "outcome": "running"}
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
@@ -45,7 +48,7 @@ def main() -> int:
     if arguments.lose:
         write(outcome="lost", reason=arguments.lose)
         return 1
-    while step < arguments.steps and not told:
+    while (stays or step < arguments.steps) and not told:
         time.sleep(arguments.step_s)
         step += 1
         write(step=step)

@@ -1,5 +1,6 @@
 """A driver without Ray and training, for tests of what surrounds a run: steps that only take time, with all the files
-that a run leaves. A stop commits a checkpoint. `<run_dir>/fail` makes it fail, with the file's text as its error.
+that a run leaves. A stop commits a checkpoint. `<run_dir>/fail` makes it fail, with the file's text as its error;
+`<run_dir>/stay` keeps a run's first attempt in its last step until it is told to stop.
 
     python -m tests.slurm.stepper RUN_DIR NUM_STEPS SECONDS_PER_STEP
 """
@@ -22,11 +23,14 @@ from rlhpc.train.progress import Progress
 def take_steps(run_dir: Path, num_steps: int, seconds: float, progress: Progress, stop: StopFlag) -> None:
     store, metrics = CheckpointStore(run_dir / "checkpoints"), MetricsFile(run_dir / "metrics.jsonl")
     step = max(store.steps(), default=0)
+    stays = step == 0 and (run_dir / "stay").exists()
     progress.plan(num_steps)
     print(f"going on after step {step}", flush=True)
     while step < num_steps and not stop.requested():
         progress.enter(step + 1, "generate")
         time.sleep(seconds)
+        if stays and step == num_steps - 1:
+            continue
         if (fail := run_dir / "fail").exists():
             raise TrainingError(fail.read_text())
         step += 1

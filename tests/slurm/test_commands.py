@@ -62,9 +62,13 @@ class Workplace:
         (run / "config.yaml").write_text(f"trainer: {{total_training_steps: {num_steps}}}\n")
         return run
 
-    def submit(self, name: str, *options: str, num_steps: int = 100, seconds: float = 0.3) -> tuple[Path, str]:
-        """A run of that many steps as a job of two nodes."""
+    def submit(
+        self, name: str, *options: str, num_steps: int = 100, seconds: float = 0.3, stay: bool = False
+    ) -> tuple[Path, str]:
+        """A run of that many steps as a job of two nodes, whose first attempt may `stay` until it is told to stop."""
         run = self.run_dir(name, num_steps)
+        if stay:
+            (run / "stay").touch()
         options = ("-N2", "--requeue", "--ntasks-per-node=1", f"--output={run}/slurm/%j.log", *options)
         script = f"{BATCH} {run} -- {STEPPER} {run} {num_steps} {seconds}"
         job = self.slurm.submit(script, *options, directory=self.directory)
@@ -94,14 +98,14 @@ def workplace(slurm: Cluster, tmp_path: Path) -> Workplace:
 
 
 def test_followed_over_a_requeue_to_the_end(workplace: Workplace) -> None:
-    run, job = workplace.submit("requeued", num_steps=30)
+    run, job = workplace.submit("requeued", num_steps=20, stay=True)
     follower = workplace.following(run, workplace.directory / "followed.txt")
     workplace.wait_for_step(run, 6)
     status = workplace.status(run)
     assert (status["state"], status["attempt"], status["phase"]) == ("running", 1, "generate")
     assert status["nodes"] == workplace.slurm.expand(workplace.slurm.show(job)["NodeList"])
-    assert status["total_steps"] == 30 and 5 <= status["step"] <= 30
-    assert status["eta_s"] == pytest.approx(0.3 * (30 - status["step"]))
+    assert status["total_steps"] == 20 and 5 <= status["step"] <= 20
+    assert status["eta_s"] == pytest.approx(0.3 * (20 - status["step"]))
 
     workplace.slurm.run("scontrol", "requeue", job)
     fields = workplace.slurm.wait_until(job, lambda f: f.get("Reason") == "BeginTime", "requeued")
@@ -122,15 +126,15 @@ def test_followed_over_a_requeue_to_the_end(workplace: Workplace) -> None:
         f"== rlhpc attempt {job}-1 on",
         f"0: going on after step {first['last_step']}\n",
         f"0: step {first['last_step'] + 1}\n",
-        "0: step 30\n",
+        "0: step 20\n",
     ]
     assert [mark for mark in marks if mark not in followed] == []
     assert sorted(marks, key=followed.index) == marks
     assert followed.endswith("== finished\n")
-    assert followed.count("step 30\n") == 1
+    assert followed.count("step 20\n") == 1
 
     status = workplace.status(run)
-    assert (status["state"], status["step"], status["attempt"]) == ("finished", 30, 2)
+    assert (status["state"], status["step"], status["attempt"]) == ("finished", 20, 2)
     assert status["next"] == f"rlhpc report {run}"
     text = workplace.rlhpc("status", str(run))
     assert "stopped by scontrol requeue; SIGTERM at" in text and "; in generate; steps 0 to" in text

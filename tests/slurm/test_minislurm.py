@@ -21,7 +21,7 @@ def test_two_nodes_with_their_own_gpus(slurm: Cluster, tmp_path: Path) -> None:
 
 
 def test_two_jobs_on_one_node_get_different_gpus(slurm: Cluster, tmp_path: Path) -> None:
-    show = "echo $CUDA_VISIBLE_DEVICES; sleep 5"
+    show = "echo $CUDA_VISIBLE_DEVICES; until [[ $(cat *.log | wc -l) == 2 ]]; do sleep 0.2; done"
     jobs = [slurm.submit(show, f"-w{slurm.node(1)}", "--gpus-per-node=2", directory=tmp_path) for _ in range(2)]
     for job in jobs:
         slurm.wait_end(job)

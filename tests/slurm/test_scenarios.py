@@ -95,7 +95,9 @@ def test_signals_to_every_process_are_one_stop(linuxproc: Cluster, tmp_path: Pat
     """2, 12 as proctrack/linuxproc (and SignalChildrenProcesses=yes) make it: the driver, its supervisor and what runs
     between them are all signalled, and the driver again by its supervisor."""
     run_dir = tmp_path / "run"
-    job = submit(linuxproc, run_dir, f"{DRIVER} 30", "-plow", "-N2")
+    run_dir.mkdir()
+    (run_dir / "stay").touch()
+    job = submit(linuxproc, run_dir, f"{DRIVER} 10", "-plow", "-N2")
     wait_until(lambda: step_of(run_dir) >= 2, 60, "the driver works")
     linuxproc.preempt(job)
     assert linuxproc.wait_end(job) == "COMPLETED"
