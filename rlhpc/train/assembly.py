@@ -27,11 +27,11 @@ from rlhpc.train.context import Run
 from rlhpc.train.model_files import check_model_files
 from rlhpc.train.progress import Progress
 from rlhpc.train.ranks import Ranks
+from rlhpc.train.ray_ranks import RayRanks
 from rlhpc.train.saver import Saver
 from rlhpc.train.scoring import Scorer
 from rlhpc.train.start import check_start
 from rlhpc.train.validation import Validation
-from rlhpc.train.worker import RayRanks
 
 
 @contextmanager

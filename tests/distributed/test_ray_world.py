@@ -15,7 +15,7 @@ from pathlib import Path
 from rlhpc.cluster.attempt import Attempt
 from rlhpc.cluster.ray_attempt import attempt_ray
 from rlhpc.config.schema import RunConfig
-from rlhpc.train.worker import RayRanks
+from rlhpc.train.ray_ranks import RayRanks
 
 model, logs = sys.argv[1:]
 cfg = RunConfig()

@@ -17,7 +17,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 CONFINED = {
     "vllm": ("rlhpc/backends/vllm/", "scripts/bench/rollout.py"),  # the latter compares with vLLM alone
     "megatron": ("rlhpc/backends/megatron/",),
-    "ray": ("rlhpc/cluster/", "rlhpc/train/worker.py"),
+    "ray": ("rlhpc/cluster/", "rlhpc/train/ray_ranks.py"),
     "hydra": ("launch/", "rlhpc/cluster/job.py"),
     "submitit": ("launch/", "rlhpc/cluster/job.py"),
     "omegaconf": ("launch/", "rlhpc/config/load.py"),
@@ -39,6 +39,8 @@ PURE = {
     "rlhpc/checkpoint/": {"torch"},
     "rlhpc/reshard/families/": set(),
     "rlhpc/reshard/flat.py": {"torch"},
+    "rlhpc/reshard/fp8.py": {"torch"},
+    "rlhpc/reshard/hf_files.py": {"safetensors"},
     "rlhpc/reshard/in_place.py": set(),
     "rlhpc/reshard/plan.py": {"numpy", "torch", "xxhash"},
     "rlhpc/algorithms/": {"numpy", "torch"},
