@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+from rlhpc.data.operands import split_by_pair
 
-from rlhpc.errors import DataError
-
-LOW, HIGH = 10, 99  # operands, both inclusive: 8,100 problems, all of one prompt length
+OPERANDS = range(10, 100)  # 8,100 problems, all of one prompt length
 
 
 @dataclass(frozen=True)
@@ -41,19 +39,12 @@ def split(num_val_pairs: int, seed: int) -> tuple[list[Addition], list[Addition]
     """All additions as (train, validation), each in an order drawn from `seed`.
 
     Validation holds `num_val_pairs` random unordered pairs of operands, each as a+b and as b+a, so that no
-    validation problem occurs in training with its operands swapped.
+    validation problem occurs in training with its operands swapped. Raises DataError for a number that leaves either
+    side empty.
     """
-    pairs = [(low, high) for low in range(LOW, HIGH + 1) for high in range(low, HIGH + 1)]
-    if not 0 < num_val_pairs < len(pairs):
-        raise DataError(f"num_val_pairs={num_val_pairs} must be between 1 and {len(pairs) - 1}")
-    rng = np.random.Generator(np.random.Philox(seed))
-    order = rng.permutation(len(pairs))
-
-    def problems(indices: np.ndarray) -> list[Addition]:
-        chosen = [Addition(*operands) for i in indices for operands in {pairs[i], pairs[i][::-1]}]
-        return [chosen[i] for i in rng.permutation(len(chosen))]
-
-    return problems(order[num_val_pairs:]), problems(order[:num_val_pairs])
+    return split_by_pair(
+        OPERANDS, num_val_pairs, seed, lambda pair, _: (Addition(*operands) for operands in {pair, pair[::-1]})
+    )
 
 
 def write_jsonl(path: Path, problems: Iterable[Addition]) -> None:

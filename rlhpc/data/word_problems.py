@@ -4,15 +4,15 @@ can learn by being told which answers were right."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlhpc.errors import DataError
+from rlhpc.data.operands import Pair, split_by_pair
 
 INSTRUCTION = "Answer with the number alone."
-LOW, HIGH = 2, 20  # operands, both inclusive
+OPERANDS = range(2, 21)
 NAMES = ("Ada", "Ben", "Chloe", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jun", "Kofi", "Lena")
 THINGS = ("apples", "books", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stamps", "stickers")
 
@@ -61,19 +61,12 @@ def split(num_val_pairs: int, seed: int) -> tuple[list[WordProblem], list[WordPr
     product in it occurs in training, so it can't have been learnt by heart. Raises DataError for a number that leaves
     either side empty.
     """
-    pairs = [(low, high) for low in range(LOW, HIGH + 1) for high in range(low, HIGH + 1)]
-    if not 0 < num_val_pairs < len(pairs):
-        raise DataError(f"num_val_pairs={num_val_pairs} must be between 1 and {len(pairs) - 1}")
-    rng = np.random.Generator(np.random.Philox(seed))
-    order = rng.permutation(len(pairs))
+    return split_by_pair(OPERANDS, num_val_pairs, seed, _on)
 
-    def problems(chosen: np.ndarray) -> list[WordProblem]:
-        made = []
-        for low, high in (pairs[i] for i in chosen):
-            for template, (_, operation) in enumerate(TEMPLATES):
-                for a, b in [(high, low)] if operation == "-" else sorted({(low, high), (high, low)}):
-                    name, things = NAMES[rng.integers(len(NAMES))], THINGS[rng.integers(len(THINGS))]
-                    made.append(WordProblem(template, a, b, name, things))
-        return [made[i] for i in rng.permutation(len(made))]
 
-    return problems(order[num_val_pairs:]), problems(order[:num_val_pairs])
+def _on(pair: Pair, rng: np.random.Generator) -> Iterator[WordProblem]:
+    low, high = pair
+    for template, (_, operation) in enumerate(TEMPLATES):
+        for a, b in [(high, low)] if operation == "-" else sorted({(low, high), (high, low)}):
+            name, things = NAMES[rng.integers(len(NAMES))], THINGS[rng.integers(len(THINGS))]
+            yield WordProblem(template, a, b, name, things)
