@@ -26,14 +26,8 @@ from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
 from rlhpc.reshard.families.family import tensor_dtype
-from rlhpc.reshard.hf import (
-    INDEX_NAME,
-    copy_side_files,
-    exported_config,
-    index_text,
-    split_into_files,
-    write_tensors,
-)
+from rlhpc.reshard.hf import copy_side_files, index_text, split_into_files, write_tensors
+from rlhpc.reshard.hf_files import INDEX_NAME, exported_config
 from rlhpc.reshard.saved import WEIGHT_KINDS, load_saved
 
 DTYPES = ("bfloat16", "float32")

@@ -25,15 +25,9 @@ from safetensors import SafetensorError, safe_open
 
 from rlhpc.errors import ConfigError, ModelError
 from rlhpc.reshard.families import FAMILIES
-from rlhpc.reshard.hf import (
-    FILE_BYTES,
-    INDEX_NAME,
-    check_hf,
-    copy_side_files,
-    file_names,
-    index_text,
-    write_tensors,
-)
+from rlhpc.reshard.families.quantised import KEY, fp8_block
+from rlhpc.reshard.hf import FILE_BYTES, check_hf, copy_side_files, file_names, index_text, write_tensors
+from rlhpc.reshard.hf_files import INDEX_NAME
 
 DENSE, SPARSE = FAMILIES["llama"], FAMILIES["mixtral"]
 LLAMA_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp", "rope_interleaved", "is_llama_config")
@@ -105,6 +99,11 @@ def sparse_config(dense: Mapping[str, Any], recipe: Upcycling) -> dict[str, Any]
     if (kind := dense.get("model_type")) != DENSE.model_type:
         raise ModelError(f"model_type={kind!r} is not a dense Llama; only model_type='llama' can be upcycled")
     facts = DENSE.model_facts(dense)
+    if fp8_block(dense):
+        raise ModelError(
+            f"config.json: {KEY}={dense[KEY]!r}: quantised files can't be upcycled; convert them to bfloat16 and "
+            "remove the key"
+        )
     explicit = {  # where Llama's and Mixtral's defaults differ
         "num_key_value_heads": facts.num_kv_heads,
         "rope_theta": facts.rope_theta,

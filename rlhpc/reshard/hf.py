@@ -3,59 +3,99 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
+from operator import floordiv
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rlhpc.checkpoint.durable import fsync
 from rlhpc.checkpoint.pieces import ITEM_BYTES
 from rlhpc.errors import CheckpointError, ModelError
-from rlhpc.layout.spec import Shard, ShardSpec
+from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.execute import Resharder, region
 from rlhpc.reshard.families.family import EMBED, HEAD
-from rlhpc.reshard.plan import plan
+from rlhpc.reshard.families.quantised import Block
+from rlhpc.reshard.fp8 import dequantise
+from rlhpc.reshard.hf_files import (
+    INDEX_NAME,
+    SCALES,
+    SINGLE_NAME,
+    HfFiles,
+    Stored,
+    exported_config,
+    open_file,
+    read_config,
+)
+from rlhpc.reshard.plan import Index, plan
 
-logger = logging.getLogger(__name__)
-
-INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 * 1024**3
-FURTHER_LAYERS = "num_nextn_predict_layers"  # of config.json
-READABLE = ("F64", "F32", "BF16", "F16")  # cast to the buffers' dtype; the rest is quantised
-IGNORABLE = ("rotary_emb.inv_freq",)  # buffers that old exports carry and every implementation computes
 NOT_COPIED = (  # weights, in whatever form the source has them
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json",
 )  # fmt: skip
 
 
-def load_hf(directory: Path, specs: Sequence[ShardSpec], rank: int, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Fills this rank's buffers with its boxes of the directory's tensors, cast to the buffers' dtype.
+class Part(NamedTuple):
+    """A box of a tensor: start[d] <= index[d] < stop[d]."""
 
-    Only those bytes are read. Raises ModelError, naming file and tensor, for what is missing, truncated, unknown,
-    quantised or of another shape than the specs'.
+    name: str
+    start: Index
+    stop: Index
+
+    def scales(self, block: Block) -> Part:
+        """The scales of the blocks that it touches."""
+        first = tuple(map(floordiv, self.start, block))
+        return Part(
+            self.name + SCALES, first, tuple(-(-stop // size) for stop, size in zip(self.stop, block, strict=True))
+        )
+
+
+def load_hf(directory: Path, specs: Sequence[ShardSpec], rank: int, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Fills this rank's buffers with its boxes of the directory's tensors, rounded to the buffers' dtype.
+
+    Only those bytes are read, and of fp8 tensors the scales of their blocks. Raises ModelError, naming file and tensor,
+    for what is missing, truncated, unknown, quantised in another way or of another shape than the specs'.
     """
-    directory = Path(directory)
-    files = tensor_files(directory)
-    _check_names(directory, files, {spec.name for spec in specs})
-    wanted: dict[Path, list[tuple[ShardSpec, Shard]]] = defaultdict(list)
+    held = HfFiles(Path(directory))
+    held.check_names({spec.name for spec in specs})
+    targets: dict[Part, list[torch.Tensor]] = defaultdict(list)
+    shapes: dict[str, Index] = {}
     for spec in specs:
         for shard in spec.on(rank):
-            wanted[files[spec.name]].append((spec, shard))
-    for path, boxes in sorted(wanted.items()):
-        with _open(path) as file:
-            _check_shapes(path, file, {spec.name: spec.shape for spec, _ in boxes})
-            for spec, shard in boxes:
-                _read(file, spec, shard, buffers[shard.buffer])
+            shapes[spec.name] = spec.shape
+            target = region(buffers[shard.buffer], shard.offset, shard.extent)
+            targets[Part(spec.name, shard.start, shard.stop)].append(target.view(shard.shape))
+    stored, block = held.stored(shapes), held.block
+    quantised = {part: part.scales(block) for part in targets if block and held.has_scales(part.name)}
+    scales = dict(_read(held, stored, set(quantised.values())))
+    with torch.no_grad():
+        for part, box in _read(held, stored, targets):
+            for target in targets[part]:
+                if block and part in quantised:
+                    dequantise(box, scales[quantised[part]], block, part.start, target)
+                else:
+                    target.copy_(box.reshape(target.shape))
+
+
+def _read(held: HfFiles, stored: Mapping[str, Stored], parts: Iterable[Part]) -> Iterator[tuple[Part, torch.Tensor]]:
+    """Each part with its values, file after file."""
+    by_name: dict[str, list[Part]] = defaultdict(list)
+    for part in parts:
+        by_name[part.name].append(part)
+    for path, names in held.by_file(by_name).items():
+        with open_file(path) as file:
+            held.check_headers(path, file, {name: stored[name] for name in names})
+            for name in names:
+                tensor = file.get_slice(name)
+                yield from ((part, tensor[tuple(map(slice, part.start, part.stop))]) for part in by_name[name])
 
 
 def check_hf(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Path]:
@@ -65,122 +105,27 @@ def check_hf(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     So is a head of its own beside embeddings that config.json ties (that one is read): Transformers would use it, vLLM
     would not. `shapes`: the model's canonical tensors. Raises ModelError as `load_hf` does.
     """
-    directory = Path(directory)
-    files = tensor_files(directory)
-    _check_names(directory, files, shapes.keys())
-    wanted: dict[Path, dict[str, tuple[int, ...]]] = defaultdict(dict)
-    for name, shape in shapes.items():
-        wanted[files[name]][name] = shape
-    if HEAD in files.keys() - shapes.keys():
-        wanted[files[HEAD]][HEAD] = shapes[EMBED]
-    for path, inside in sorted(wanted.items()):
-        with _open(path) as file:
-            _check_shapes(path, file, inside)
-    if HEAD in files.keys() - shapes.keys():
-        _check_tied(directory, files, shapes[EMBED][0])
-    return files
+    held = HfFiles(Path(directory))
+    held.check_names(shapes.keys())
+    untied = HEAD in held.files.keys() - shapes.keys()
+    stored = held.stored({**shapes, HEAD: shapes[EMBED]} if untied else shapes)
+    for path, names in held.by_file(stored).items():
+        with open_file(path) as file:
+            held.check_headers(path, file, {name: stored[name] for name in names})
+    if untied:
+        _check_tied(held, shapes[EMBED][0])
+    return held.files
 
 
-def _check_shapes(path: Path, file: safe_open, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    if absent := sorted(shapes.keys() - set(file.keys())):
-        raise ModelError(f"{path} lacks {absent[0]}, which {INDEX_NAME} says it holds; copy both again")
-    for name, asked in shapes.items():
-        header = file.get_slice(name)
-        if (shape := tuple(header.get_shape())) != asked:
-            raise ModelError(f"{path}: {name} has shape {shape}; config.json asks for {asked}")
-        if (dtype := header.get_dtype()) not in READABLE:
-            raise ModelError(f"{path}: {name} has dtype {dtype}; readable are {', '.join(READABLE)}")
-
-
-def _check_tied(directory: Path, files: Mapping[str, Path], rows: int, block: int = 16384) -> None:
-    with _open(files[EMBED]) as embeddings, _open(files[HEAD]) as heads:
+def _check_tied(held: HfFiles, rows: int, block: int = 16384) -> None:
+    with open_file(held.files[EMBED]) as embeddings, open_file(held.files[HEAD]) as heads:
         embedding, head = embeddings.get_slice(EMBED), heads.get_slice(HEAD)
         starts = range(0, rows, block)
         if not all(torch.equal(embedding[i : i + block].float(), head[i : i + block].float()) for i in starts):
             raise ModelError(
-                f"{directory}: config.json ties the embeddings, yet {HEAD} differs from {EMBED}; set "
+                f"{held.directory}: config.json ties the embeddings, yet {HEAD} differs from {EMBED}; set "
                 "tie_word_embeddings to false if the head was trained, or remove it from the files"
             )
-
-
-def _read(file: safe_open, spec: ShardSpec, shard: Shard, buffer: torch.Tensor) -> None:
-    source = file.get_slice(spec.name)
-    box = source[tuple(map(slice, shard.start, shard.stop))]
-    with torch.no_grad():
-        region(buffer, shard.offset, shard.extent).copy_(box.reshape(shard.extent))
-
-
-def tensor_files(directory: Path) -> dict[str, Path]:
-    """The file of every tensor in an HF directory. Raises ModelError naming what is missing or damaged."""
-    index, single = directory / INDEX_NAME, directory / SINGLE_NAME
-    if index.exists():
-        try:
-            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{index} is damaged ({error!r}); copy it again from the model's source") from error
-        files = {name: directory / file for name, file in names.items()}
-        if missing := sorted({str(path) for path in files.values() if not path.exists()}):
-            raise ModelError(f"{INDEX_NAME} names files that are missing: {_first(missing)}; copy them again")
-        return files
-    if not single.exists():
-        raise ModelError(
-            f"{directory} has neither {INDEX_NAME} nor {SINGLE_NAME}; give an HF model directory with its weights as "
-            "safetensors"
-        )
-    with _open(single) as file:
-        return dict.fromkeys(file.keys(), single)
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} can't be read ({error}): truncated or damaged; copy it again") from error
-
-
-def _check_names(directory: Path, files: Mapping[str, Path], known: Set[str]) -> None:
-    if missing := sorted(known - files.keys()):
-        raise ModelError(
-            f"{directory} lacks {len(missing)} tensors that config.json asks for: {_first(missing)}; copy the "
-            "directory again, or mend config.json"
-        )
-    # A tied model's files may repeat the embedding as a head of its own.
-    unread = files.keys() - known - {HEAD}
-    prefixes = _further_layers(directory)
-    further = {name for name in unread if name.startswith(prefixes)}
-    if further:
-        _say_once(directory, len(further))
-    extra = sorted(name for name in unread - further if not name.endswith(IGNORABLE))
-    if extra:
-        raise ModelError(
-            f"{directory} holds {len(extra)} tensors that config.json's model hasn't: {_first(extra)}; is it "
-            "this model's config.json?"
-        )
-
-
-def _further_layers(directory: Path) -> tuple[str, ...]:
-    """How the names of tensors begin that predict tokens beyond the next one (DeepSeek-V3's multi-token prediction):
-    layers behind the model's own."""
-    path = directory / "config.json"
-    config: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    first, count = config.get("num_hidden_layers", 0), config.get(FURTHER_LAYERS) or 0
-    return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
-
-
-@cache
-def _say_once(directory: Path, count: int) -> None:
-    logger.info(
-        "%s: %d tensors predict tokens beyond the next one; they are neither trained nor exported", directory, count
-    )
-
-
-def exported_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json that asks for no tensors but those that are exported."""
-    return dict(config) | ({FURTHER_LAYERS: 0} if config.get(FURTHER_LAYERS) else {})
-
-
-def _first(names: Sequence[str], count: int = 4) -> str:
-    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
 
 
 def save_hf(
@@ -298,9 +243,8 @@ def copy_side_files(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(NOT_COPIED):
             shutil.copyfile(path, target / path.name)
-    if _further_layers(source):
-        config = exported_config(json.loads((source / "config.json").read_text()))
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if (exported := exported_config(config := read_config(source))) != config:
+        (target / "config.json").write_text(json.dumps(exported, indent=2) + "\n")
 
 
 def index_text(files: Mapping[str, Sequence[str]], total_bytes: int) -> str:

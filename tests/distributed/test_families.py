@@ -13,6 +13,7 @@ from rlhpc.cli.main import main
 from tests.distributed.family_ranks import Case
 from tests.distributed.megatron_reference import assert_equal_steps, transformers_step
 from tests.distributed.ranks import run_ranks
+from tests.fp8_files import quantise_directory
 from tests.hf_files import read_tensors
 from tests.saved_runs import write_run
 from tests.tiny_family import write_tiny_family
@@ -34,6 +35,8 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1}
+# What ranks read these models from: fp8 files, whose blocks no rank's part ends with.
+FP8 = {"mixtral": (48, 80), "deepseek": (128, 128), "deepseek-tp2-pp2-ep2": (128, 128), "qwen3-moe-top1-ep4": (40, 56)}
 # model_type, config, trainer, rollout tp
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int], int]] = {
     "llama": ("llama", {"tie_word_embeddings": True, "rope_scaling": LLAMA3}, {"pp": 2}, 2),
@@ -50,10 +53,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
+def write_model(root: Path, name: str, model_type: str, config: dict[str, Any]) -> Path:
+    """What the ranks are given; root/models/`name` has it without quantisation, for everybody else."""
+    plain = write_tiny_family(root / "models" / name, model_type, **config)
+    return quantise_directory(plain, root / "fp8" / name, FP8[name]) if name in FP8 else plain
+
+
 @pytest.fixture(scope="module")
 def ranks(root: Path) -> list[dict[str, dict[str, Any]]]:
     cases = {
-        name: Case(write_tiny_family(root / "models" / name, model_type, **config), sizes, rollout_tp)
+        name: Case(write_model(root, name, model_type, config), sizes, rollout_tp)
         for name, (model_type, config, sizes, rollout_tp) in CASES.items()
     }
     return run_ranks("tests.distributed.family_ranks:all_cases", 2, timeout_s=500, cases=cases, out_dir=root)
@@ -85,7 +94,7 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
 @pytest.fixture(scope="module")
 def four_ranks(root: Path) -> list[dict[str, dict[str, Any]]]:
     calls = {
-        name: (write_tiny_family(root / "models" / name, model_type, **config), sizes)
+        name: (write_model(root, name, model_type, config), sizes)
         for name, (model_type, config, sizes) in STEPS.items()
     }
     return run_ranks("tests.distributed.family_ranks:steps", 4, timeout_s=500, calls=calls)
@@ -131,7 +140,7 @@ def test_files_come_back_bit_by_bit(name: str, root: Path, ranks: list[dict[str,
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_is_exported_as_what_the_trainer_holds(name: str, root: Path, ranks: list[dict[str, Any]]) -> None:
     """Through its optimizer's flat ranges, the same bits as gathering the parameters gives."""
-    run = write_run(root / name / "run", root / "models" / name)
+    run = write_run(root / name / "run", root / ("fp8" if name in FP8 else "models") / name)
     assert main(["export", str(run), str(root / name / "exported"), "--shard-size", "200KB"]) == 0
     exported, trained = read_tensors(root / name / "exported"), read_tensors(root / name / "trained")
     assert exported.keys() == trained.keys()

@@ -55,12 +55,13 @@ def cudagraph_capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 def engine_arguments(cfg: RunConfig, model_dir: Path, device: str, *, latent: bool = False) -> dict[str, Any]:
-    """What `vllm.LLM` is created with. Random ("dummy") weights stand until the first publish. `latent`: the model has
-    latent attention."""
+    """What `vllm.LLM` is created with. Random ("dummy") weights stand until the first publish, whose tensors aren't
+    quantised even where the model directory's are. `latent`: the model has latent attention."""
     rollout = cfg.actor_rollout_ref.rollout
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         "load_format": "dummy",
+        "hf_overrides": {"quantization_config": None},
         "skip_tokenizer_init": not rollout.stop,  # only stop strings need text
         "trust_remote_code": cfg.actor_rollout_ref.model.trust_remote_code,
         "dtype": cfg.actor_rollout_ref.model.dtype,

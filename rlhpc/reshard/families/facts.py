@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhpc.errors import ConfigError, ModelError
 from rlhpc.layout.parallel import ParallelLayout, divisors
+from rlhpc.reshard.families.quantised import fp8_block
 
 HfConfig = Mapping[str, Any]
 
@@ -301,11 +302,7 @@ def decoder_facts(
     mixture of experts. `norm_topk_prob`: None where config.json tells."""
     refuse(hf_config, "hidden_act", ("silu",))
     refuse(hf_config, "use_sliding_window", (None, False))
-    if (quantised := hf_config.get("quantization_config")) is not None:
-        raise ModelError(
-            f"config.json: quantization_config={quantised!r} is not supported: weights are trained in bfloat16 or "
-            "float32; convert the files first (DeepSeek's fp8_cast_bf16.py does it for its own) and remove the key"
-        )
+    fp8_block(hf_config)
     if not qkv_bias:  # where a family always has them, config.json needn't tell
         refuse(hf_config, "attention_bias", (None, False))
     kinds = hf_config.get("layer_types") or []

@@ -13,6 +13,7 @@ from rlhpc.cli.main import main
 from rlhpc.cli.upcycle import Upcycling, upcycle
 from rlhpc.errors import ConfigError, ModelError
 from rlhpc.reshard.families import family_for
+from tests.fp8_files import quantisation
 from tests.hf_files import read_tensors
 
 TOKENS = torch.arange(48).view(2, 24) * 7 % 96
@@ -152,7 +153,7 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(tmp_path):
 
     refused("model_type='qwen3_moe' is not a dense Llama", model_type="qwen3_moe")
     refused("attention_bias=True is not supported for llama", attention_bias=True)
-    refused("quantization_config=.* is not supported", quantization_config={"quant_method": "fp8"})
+    refused("quantised files can't be upcycled; convert", quantization_config=quantisation((128, 128)))
     refused("has shape .80, 48.; config.json asks for .64, 48.", intermediate_size=64)
     refused("lacks 9 tensors that config.json asks for: model.layers.2.input_layernorm.weight", num_hidden_layers=3)
     refused("holds 9 tensors that config.json's model hasn't: model.layers.1", num_hidden_layers=1)

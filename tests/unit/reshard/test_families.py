@@ -16,9 +16,11 @@ from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for, model_facts, padded_vocab_size
 from rlhpc.reshard.families.facts import Llama3Scaling
+from tests.fp8_files import quantisation
 from tests.tiny_family import write_tiny_family
 from tests.unit.reshard.reference import CONFIG, CONFIGS, Arrays, canonical_arrays, rollout_buffers, trainer_buffers
 
+FP8 = quantisation((128, 128))
 YARN = {
     "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
@@ -190,7 +192,6 @@ def test_what_families_imply() -> None:
         ),
         ("deepseek_v3", {"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale_all_dim=0 is not supported"),
         ("deepseek_v3", {"kv_lora_rank": None}, "config.json of deepseek_v3 lacks kv_lora_rank"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "fp8_cast_bf16.py .* and remove the key"),
         ("mixtral", {"num_local_experts": None}, "config.json of mixtral lacks num_experts or num_local_experts"),
     ],
 )
@@ -213,7 +214,13 @@ def test_what_a_family_lacks_is_refused_by_name(model_type: str, change: dict[st
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ({"attention_bias": True}, "attention_bias=True"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": FP8 | {"weight_block_size": None}}, "weight_block_size=None is not supported"),
+        ({"quantization_config": FP8 | {"weight_block_size": [128, 0]}}, r"weight_block_size=\[128, 0\] is not"),
+        ({"quantization_config": FP8 | {"quant_method": "awq"}}, "quant_method='awq' is not supported; readable are"),
+        ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "fmt='e5m2' is not supported; readable are .* 'fp8'"),
+        ({"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme='static' is not supported"),
+        ({"quantization_config": "fp8"}, "quantization_config='fp8' must be an object"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config=.* is not supported"),
         ({"num_experts": None}, "lacks num_experts"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_experts=8"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported where routing weights are renormalised"),
