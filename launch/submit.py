@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.modes import refuse_taken
-from rlhpc.cli.plan import checkpoint_bytes, describe, too_little_memory
+from rlhpc.cli.plan import describe
 from rlhpc.cli.resume import finished
 from rlhpc.cluster import preflight, storage, submission
 from rlhpc.cluster.job import Job, cpus_per_node, job_of
@@ -18,6 +18,7 @@ from rlhpc.cluster.submission import shown_path
 from rlhpc.config.checks import check_run, device_of
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError, SlurmError
+from rlhpc.memory.state import checkpoint_bytes, too_little_memory
 from rlhpc.train.model_files import check_model_files
 from rlhpc.train.start import describe_start
 

@@ -19,11 +19,11 @@ from rlhpc.checkpoint.manifest import CheckpointManifest, read_manifest
 from rlhpc.checkpoint.origin import last_start
 from rlhpc.checkpoint.pieces import ITEM_BYTES
 from rlhpc.cli.checkpoints import Checkpoints, byte_progress, find
-from rlhpc.cli.plan import readable
 from rlhpc.cli.runs import Run
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.layout.spec import ShardSpec
+from rlhpc.memory.state import readable
 from rlhpc.reshard.families import family_for
 from rlhpc.reshard.families.family import tensor_dtype
 from rlhpc.reshard.hf import copy_side_files, index_text, split_into_files, write_tensors

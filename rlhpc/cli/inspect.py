@@ -19,11 +19,11 @@ from rich.table import Table
 from rlhpc.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, read_manifest
 from rlhpc.checkpoint.pieces import CRITIC_PREFIX, ITEM_BYTES
 from rlhpc.cli.checkpoints import find
-from rlhpc.cli.plan import readable
 from rlhpc.cli.status import PIPED_WIDTH
 from rlhpc.cli.wording import clock
 from rlhpc.errors import CheckpointError
 from rlhpc.layout.parallel import ParallelLayout
+from rlhpc.memory.state import readable
 from rlhpc.metrics.console import duration
 
 AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp")

@@ -14,8 +14,8 @@ from threading import Event
 from rlhpc.checkpoint.chunks import chunk_checksums, drop_cached
 from rlhpc.checkpoint.manifest import CheckpointManifest, FileEntry, read_manifest
 from rlhpc.cli.checkpoints import byte_progress, find
-from rlhpc.cli.plan import readable
 from rlhpc.errors import CheckpointError
+from rlhpc.memory.state import readable
 
 NUM_READERS = min(16, max(2, os.cpu_count() or 1))  # files at once; hashing keeps a core busy
 

@@ -9,7 +9,6 @@ from netrc import NetrcParseError, netrc
 from typing import Any
 
 import rlhpc.reshard.hf  # noqa: F401  (torch: loaded with this module, before the checks' time runs)
-from rlhpc.cli.plan import checkpoint_bytes, kept_on_host, node_memory, rank_memory, readable, too_little_memory
 from rlhpc.cluster import preflight, storage
 from rlhpc.cluster.preflight import Cluster
 from rlhpc.cluster.submission import refuse_held
@@ -19,6 +18,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.doctor.finding import Finding, judged, refusal
 from rlhpc.doctor.machine import Wanted
 from rlhpc.errors import RlhpcError, SlurmError
+from rlhpc.memory.state import checkpoint_bytes, kept_on_host, node_memory, rank_memory, readable, too_little_memory
 from rlhpc.train.model_files import check_model_files
 from rlhpc.train.start import check_start, describe_start
 

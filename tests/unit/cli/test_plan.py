@@ -2,9 +2,10 @@
 
 from omegaconf import OmegaConf
 
-from rlhpc.cli.plan import (
+from rlhpc.cli.plan import describe
+from rlhpc.config.load import load
+from rlhpc.memory.state import (
     checkpoint_bytes,
-    describe,
     node_memory,
     parameter_counts,
     rank_memory,
@@ -12,7 +13,6 @@ from rlhpc.cli.plan import (
     routing_bytes,
     too_little_memory,
 )
-from rlhpc.config.load import load
 from scripts.bench.deepseek import DEEPSEEK_V3
 from tests.unit.config.test_checks import MODEL
 
