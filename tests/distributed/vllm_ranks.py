@@ -222,6 +222,7 @@ def recorded(model_dir: str, device: str, dtype: str, num_blocks: int | None, **
     chosen = chosen_experts(model_facts(json.loads(Path(model_dir, "config.json").read_text())))
     with private.launching(f"rlhpcrecorded{os.getpid()}"), chosen.of_new_engine():
         llm = private.LLM(**arguments)
+    chosen.watch(llm)
     rng = np.random.default_rng(0)
     lengths = (40, 70, 100, 110, 120, 125, 60, 90, 115, 119, 123, 127)
     prompts = [{"prompt_token_ids": rng.integers(5, 90, length).tolist()} for length in lengths]

@@ -241,25 +241,27 @@ class ChosenExperts:
 
     @contextmanager
     def of_new_engine(self) -> Iterator[None]:
-        """Within it an engine that is launched tells its routers before it records CUDA graphs."""
-        initialize = GPUModelRunner.initialize_kv_cache
+        """Within it an engine that is launched tells its routers before it records CUDA graphs, and before it counts
+        what memory is left for the KV cache. `ids` is outside the pools that sleep unmaps."""
+        profile = GPUModelRunner.profile_run
 
-        def initialized(runner: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
-            size = runner.scheduler_config.max_num_batched_tokens
-            if len(self.ids) != size:
-                self.ids = torch.zeros(size, *self._per_token, dtype=self._dtype, device=runner.device)
-            self._watch(runner.model)
-            initialize(runner, *args, **kwargs)
+        def profiled(runner: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
+            self._watch(runner)
+            profile(runner, *args, **kwargs)
 
-        with _replaced(GPUModelRunner, "initialize_kv_cache", initialized):
+        with _replaced(GPUModelRunner, "profile_run", profiled):
             yield
 
     def watch(self, llm: LLM) -> None:
-        """Tells the running model's routers: on a CPU a publish leaves the model with new ones."""
-        self._watch(running_model(llm))
+        """Tells the running model's routers: on a CPU nothing is profiled, and a publish leaves the model with new
+        ones."""
+        self._watch(_runner(llm))
 
-    def _watch(self, model: nn.Module) -> None:
-        for module in model.modules():
+    def _watch(self, runner: GPUModelRunner) -> None:
+        size = runner.scheduler_config.max_num_batched_tokens
+        if len(self.ids) != size:
+            self.ids = torch.zeros(size, *self._per_token, dtype=self._dtype, device=runner.device)
+        for module in runner.model.modules():
             if isinstance(module, MoERunner):
                 if module._quant_method.is_monolithic or not isinstance(module.router, BaseRouter):
                     raise EngineError(

@@ -190,6 +190,7 @@ def test_environment_is_set_before_vllm_is_imported() -> None:
 def test_routers_tell_what_they_choose() -> None:
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
 
     assert private.MoERunner is MoERunner and isinstance(MoERunner.layer_id, property)
     assert isinstance(MoERunner._quant_method, property), "MoERunner._quant_method is gone"
@@ -200,8 +201,8 @@ def test_routers_tell_what_they_choose() -> None:
         source.index(text) for text in ("= self._compute_routing(", "self.capture_fn(topk_ids)", "_apply_eplb_mapping(")
     ]
     assert at[0] < at[1] < source.index("topk_ids = self._apply_eplb_mapping(topk_ids)"), "routers tell other numbers"
-    # Before the model runs for the first time: graphs are captured later.
-    assert "kv_cache_config" in parameters(GPUModelRunner.initialize_kv_cache)
+    # Before memory is counted: graphs are captured, and pools that sleep unmaps are opened, later.
+    assert "self.model_runner.profile_run(" in inspect.getsource(Worker.determine_available_memory)
     source = inspect.getsource(GPUModelRunner)
     assert "self.scheduler_config =" in source and "self.query_start_loc.np[1 : num_reqs + 1] = cu_num_tokens" in source
     assert "self.input_batch.num_computed_tokens_cpu[req_index] = num_computed_tokens" in source
