@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhpc.backends.megatron import attention, dispatch, experts, logprobs, norm
+from rlhpc.backends.megatron import dispatch, experts, logprobs, norm
+from rlhpc.backends.megatron.attention import PackedAttention
+from rlhpc.backends.megatron.latent import LatentCoreAttention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +43,13 @@ def cases() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
             (logprobs._gradient, (logits, labels, log_z, g, entropies, None, 0.7)),
             (logprobs._gradient, (logits, labels, log_z, g, entropies, g * 0.1, 0.7)),
             (experts._swiglu, (randn(n, 64).requires_grad_(), torch.rand(n, 1, device="cuda", requires_grad=True))),
-            (attention._rotated, (randn(n, 8, 16).requires_grad_(), randn(n, 2, 16), randn(n, 1, 16), randn(n, 1, 16))),
+            *(
+                (
+                    kind.rotated,
+                    (randn(n, 8, size).requires_grad_(), randn(n, 2, size), randn(n, 1, 16), randn(n, 1, 16)),
+                )
+                for kind, size in ((PackedAttention, 16), (LatentCoreAttention, 24))
+            ),
             (norm._token_norm, (randn(n, 1024).requires_grad_(), randn(1024).requires_grad_(), 1e-6)),
             (norm._head_norm, (randn(n * 8, 64).requires_grad_(), randn(64).requires_grad_(), 1e-6)),
             (dispatch._sum_of, (randn(n * 4, 32), torch.randperm(n * 4, device="cuda").view(n, 4))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -97,12 +98,32 @@ def _yarn(frequencies: torch.Tensor, theta: float, scaling: YarnScaling) -> torc
     return torch.lerp(frequencies, frequencies / scaling.factor, ramp.clamp(0, 1))
 
 
+def rotation_by(rotate: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """What rotates queries and keys by `rotate(x, cos, sin)`, both in one kernel."""
+
+    @fused
+    def rotated(
+        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotate(query, cos, sin), rotate(key, cos, sin)
+
+    return rotated
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of the half-split kind (arXiv 2104.09864, as Llama and Qwen store their weights)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
 class PackedAttention(torch.nn.Module):
     """Megatron's core attention slot: rotary embedding, then causal attention within each sequence, by the backend that
     `config.attention_backend` names (attention_backend finds it).
 
     Rotary angles are applied here rather than by Megatron, whose packed path loops over sequences in Python.
     """
+
+    rotated = staticmethod(rotation_by(_rotate))
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **slot: object) -> None:
         """`softmax_scale`: None for the square root of 1 / head_dim."""
@@ -129,11 +150,6 @@ class PackedAttention(torch.nn.Module):
         query, key = self.rotated(query, key, packed_seq_params.cos, packed_seq_params.sin)
         return self.attend(query, key, value, packed_seq_params)
 
-    def rotated(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _rotated(query, key, cos, sin)
-
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
@@ -158,16 +174,3 @@ class PackedAttention(torch.nn.Module):
             output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=groups)
             outputs.append(output.transpose(1, 2).reshape(count * length, -1))
         return torch.cat(outputs)
-
-
-@fused
-def _rotated(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary embedding of the half-split kind (arXiv 2104.09864, as Llama and Qwen store their weights)."""
-    return _rotate(query, cos, sin), _rotate(key, cos, sin)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -18,8 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch.nn import Linear
 from torch.nn.utils import skip_init
 
-from rlhpc.backends.megatron.attention import PackedAttention
-from rlhpc.backends.megatron.fused import fused
+from rlhpc.backends.megatron.attention import PackedAttention, rotation_by
 from rlhpc.backends.megatron.norm import RMSNorm
 from rlhpc.reshard.families.facts import LatentAttention
 
@@ -32,13 +31,19 @@ class LatentAttentionSubmodules:
     linear_proj: ModuleSpec | type
 
 
+def _rotate_end(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`cos` and `sin` [T, 1, rope] hold the angles of all pairs twice. The rotated elements come out in another order,
+    the same for queries and keys: their products don't see it."""
+    kept, rotated = x.split([x.shape[-1] - cos.shape[-1], cos.shape[-1]], -1)
+    cos, sin = (angles.chunk(2, -1)[0] for angles in (cos, sin))
+    first, second = rotated[..., ::2], rotated[..., 1::2]
+    return torch.cat([kept, first * cos - second * sin, second * cos + first * sin], -1)
+
+
 class LatentCoreAttention(PackedAttention):
     """PackedAttention that rotates the last elements of queries and keys, neighbours together."""
 
-    def rotated(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _rotated_ends(query, key, cos, sin)
+    rotated = staticmethod(rotation_by(_rotate_end))
 
 
 class LatentSelfAttention(Attention):
@@ -104,19 +109,3 @@ class LatentSelfAttention(Attention):
         unrotated, value = expanded.split([latent.nope_dim, latent.v_dim], -1)
         key = torch.cat([unrotated, shared.unsqueeze(-2).expand(-1, -1, heads, -1)], -1)
         return query.unflatten(-1, (heads, latent.nope_dim + latent.rope_dim)), key, value
-
-
-@fused
-def _rotated_ends(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rotated elements come out in another order, the same for both: their products don't see it."""
-    return _rotate_end(query, cos, sin), _rotate_end(key, cos, sin)
-
-
-def _rotate_end(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`cos` and `sin` [T, 1, rope] hold the angles of all pairs twice."""
-    kept, rotated = x.split([x.shape[-1] - cos.shape[-1], cos.shape[-1]], -1)
-    cos, sin = (angles.chunk(2, -1)[0] for angles in (cos, sin))
-    first, second = rotated[..., ::2], rotated[..., 1::2]
-    return torch.cat([kept, first * cos - second * sin, second * cos + first * sin], -1)
