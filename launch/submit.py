@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launch.modes import refuse_taken
+from rlhpc.cli.output import reader_may_leave
 from rlhpc.cli.plan import describe
 from rlhpc.cli.resume import finished
 from rlhpc.cluster import preflight, storage, submission
@@ -58,11 +58,9 @@ def submit_run(cfg: RunConfig) -> int:
 
 
 def tell(*lines: str) -> None:
-    """Prints what was submitted, which stays so when the reader has enough, as head does."""
-    try:
-        print(*lines, sep="\n", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may a later line fail
+    """Prints what was submitted, which stays so whoever reads it."""
+    with reader_may_leave():
+        print(*lines, sep="\n")
 
 
 def checked(runs: Sequence[RunConfig], models: Sequence[Mapping[str, Any]]) -> int:

@@ -4,7 +4,6 @@ when other packages are missing."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import textwrap
@@ -12,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from rlhpc.cli.output import reader_may_leave
 from rlhpc.config.schema import RunConfig
 from rlhpc.doctor.examine import Part, examine
 
@@ -28,10 +28,8 @@ def doctor(cfg: RunConfig | None, *, slurm: bool, gpu: bool, as_json: bool) -> i
     else:
         width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
         text = "\n".join(_lines(parts, max(MIN_WIDTH, width), coloured=sys.stdout.isatty()))
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader had enough, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the last flush, at exit, fail
+    with reader_may_leave():
+        print(text)
     failed = any(one.level == "failed" for part in parts for one in part.findings)
     return EXIT_FAILED if failed else EXIT_OK
 

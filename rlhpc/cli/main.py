@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from rlhpc.cli import parser
+from rlhpc.cli.output import reader_may_leave
 from rlhpc.errors import ConfigError, RlhpcError, print_error
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -25,8 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command in ("train", "plan"):
             _become("run.py", [*rest, *(["launch.dry_run=true"] if args.command == "plan" else [])])
-        code = _carry_out(args)
-        sys.stdout.flush()
+        code = 0
+        with reader_may_leave():
+            code = _carry_out(args)
         return code
     except RlhpcError as error:
         print_error(error)
@@ -37,9 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader had enough, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the last flush, at exit, fail
-        return 0
 
 
 def _carry_out(args: argparse.Namespace) -> int:

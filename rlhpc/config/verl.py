@@ -44,6 +44,20 @@ _REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
+def _model(section: str) -> dict[str, VerlKey]:
+    """What a section says of its model, the actor's as the critic's."""
+    return {
+        f"{section}.use_remove_padding": VerlKey("sequences are always packed without padding; set true", (True,)),
+        f"{section}.use_fused_kernels": VerlKey("kernels are chosen by the backend; remove it", _ANY),
+        f"{section}.mtp.*": VerlKey(_NO_MTP, _OFF),
+        f"{section}.enable_activation_offload": VerlKey(f"set {section}.enable_gradient_checkpointing", (False,)),
+        f"{section}.use_shm": VerlKey("each rank reads only its part of the files; remove it", (False,)),
+        f"{section}.external_lib": VerlKey("external model code is not loaded; remove it", (None,)),
+        f"{section}.override_config.*": VerlKey(f"edit the config.json of {section}.path"),
+        f"{section}.lora*": VerlKey("LoRA is not available; remove it", (0,)),
+    }
+
+
 def _trained(section: str) -> dict[str, VerlKey]:
     """What a section says of training its model, the actor's as the critic's."""
     optim, megatron = f"{section}.optim", f"{section}.megatron"
@@ -122,24 +136,17 @@ VERL_KEYS: dict[str, VerlKey] = {
     "actor_rollout_ref.hybrid_engine": VerlKey("trainer and rollout always share the GPUs; remove it", (True,)),
     "actor_rollout_ref.nccl_timeout": VerlKey("set cluster.collective_timeout_s (seconds)"),
     # model
-    f"{_MODEL}.use_remove_padding": VerlKey("sequences are always packed without padding; set true", (True,)),
-    f"{_MODEL}.use_fused_kernels": VerlKey("kernels are chosen by the backend; remove it", _ANY),
     f"{_MODEL}.fused_kernel_options.*": VerlKey(
         "kernels are chosen by the backend; remove it", (None, "torch", "triton")
     ),
     f"{_MODEL}.use_liger": VerlKey("kernels are chosen by the backend; remove it", _ANY),
     f"{_MODEL}.tiled_mlp.*": VerlKey("experts and MLPs are not cut into tiles; remove it", _OFF),
-    f"{_MODEL}.mtp.*": VerlKey(_NO_MTP, _OFF),
     f"{_MODEL}.*_path": VerlKey(f"config and tokenizer come from {_MODEL}.path; remove it", (None,)),
-    f"{_MODEL}.enable_activation_offload": VerlKey(f"set {_MODEL}.enable_gradient_checkpointing", (False,)),
     f"{_MODEL}.target_modules": VerlKey("LoRA is not available; remove it", ("all-linear", None)),
     f"{_MODEL}.exclude_modules": VerlKey("LoRA is not available; remove it", (None,)),
-    f"{_MODEL}.use_shm": VerlKey("each rank reads only its part of the files; remove it", (False,)),
     f"{_MODEL}.custom_chat_template": VerlKey("put the template into the tokenizer's files", (None,)),
-    f"{_MODEL}.external_lib": VerlKey("external model code is not loaded; remove it", (None,)),
     f"{_MODEL}.override_config.moe_config.freeze_moe_router": VerlKey(f"set {_MEGATRON}.freeze_moe_router"),
-    f"{_MODEL}.override_config.*": VerlKey("edit the model directory's config.json"),
-    f"{_MODEL}.lora*": VerlKey("LoRA is not available; remove it", (0,)),
+    **_model(_MODEL),
     # actor
     **_trained(_ACTOR),
     f"{_ACTOR}.use_torch_compile": VerlKey("the trainer is not compiled; set false", (False,)),
@@ -261,15 +268,8 @@ VERL_KEYS: dict[str, VerlKey] = {
     "critic.nccl_timeout": VerlKey("set cluster.collective_timeout_s (seconds)"),
     "critic.model.tokenizer_path": VerlKey("tokens are the actor's; remove it", (None,)),
     "critic.model.trust_remote_code": VerlKey("no code of a critic's directory is run; remove it", (False,)),
-    "critic.model.external_lib": VerlKey("external model code is not loaded; remove it", (None,)),
-    "critic.model.use_fused_kernels": VerlKey("kernels are chosen by the backend; remove it", _ANY),
-    "critic.model.mtp.*": VerlKey(_NO_MTP, _OFF),
-    "critic.model.enable_activation_offload": VerlKey("set critic.model.enable_gradient_checkpointing", (False,)),
-    "critic.model.use_remove_padding": VerlKey("sequences are always packed without padding; set true", (True,)),
-    "critic.model.use_shm": VerlKey("each rank reads only its part of the files; remove it", (False,)),
-    "critic.model.override_config.*": VerlKey("edit the config.json of critic.model.path"),
+    **_model("critic.model"),
     "critic.model.fsdp_config.*": VerlKey("FSDP is not available yet; the critic has the actor's layout"),
-    "critic.model.lora*": VerlKey("LoRA is not available; remove it", (0,)),
     "critic.model.*": VerlKey("only path and enable_gradient_checkpointing exist; remove it", _OFF),
     "critic.optim.*": VerlKey("only the keys of actor_rollout_ref.actor.optim exist under critic.optim"),
     "critic.megatron.use_distributed_optimizer": VerlKey("optimizers are always sharded; set true", (True,)),
