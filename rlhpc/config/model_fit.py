@@ -73,11 +73,14 @@ def _head_dims(cfg: RunConfig, facts: ModelFacts, device: str) -> Iterator[str]:
 
 
 def _replay(cfg: RunConfig) -> Iterator[str]:
-    ref = cfg.actor_rollout_ref
-    if (mode := ref.actor.megatron.router_replay.mode) != "disabled" and not ref.rollout.enable_rollout_routing_replay:
+    keeps = cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    mode, key = cfg.actor_rollout_ref.actor.megatron.router_replay.mode, f"{_ROLLOUT}.enable_rollout_routing_replay"
+    if mode == "R3" and not keeps:
+        yield f"{_MEGATRON}.router_replay.mode=R3 needs {key}=true; or set disabled"
+    if mode == "R2" and keeps:
         yield (
-            f"{_MEGATRON}.router_replay.mode={mode} needs {_ROLLOUT}.enable_rollout_routing_replay=true; "
-            "or set disabled"
+            f"{_MEGATRON}.router_replay.mode=R2 replays the trainer's own routing, {key}=true keeps the engine's; set "
+            "that false, or mode=R3"
         )
 
 
@@ -142,3 +145,5 @@ def _no_experts(cfg: RunConfig) -> Iterator[str]:
     ):
         if value:
             yield f"{key}={str(value).lower()} needs a mixture of experts, this model has none; set {off}"
+    if (mode := megatron.router_replay.mode) != "disabled":
+        yield f"{_MEGATRON}.router_replay.mode={mode} needs a mixture of experts, this model has none; set disabled"

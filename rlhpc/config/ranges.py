@@ -179,7 +179,7 @@ def _registries() -> dict[str, Collection[str]]:
         f"{_ACTOR}.loss_agg_mode": AGG_MODES,
         f"{_ACTOR}.kl_loss_type": KL_KINDS,
         f"{_ACTOR}.policy_loss.loss_mode": POLICY_LOSSES,
-        f"{_ACTOR}.megatron.router_replay.mode": ("disabled", "R3"),
+        f"{_ACTOR}.megatron.router_replay.mode": ("disabled", "R2", "R3"),
         f"{_ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
         "critic.optim.lr_decay_style": ("constant", "linear", "cosine"),
         "critic.loss_agg_mode": AGG_MODES,

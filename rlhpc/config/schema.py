@@ -38,7 +38,7 @@ class OptimConfig:
 
 @dataclass
 class RouterReplayConfig:
-    mode: str = "disabled"  # R3: the policy's tokens go to the experts that the engine chose for them (MoE)
+    mode: str = "disabled"  # updates route as the policy did before them (R2), or it routes as the engine did (R3)
 
 
 @dataclass

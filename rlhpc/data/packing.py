@@ -18,7 +18,7 @@ FILLER_ID = -1
 @dataclass(frozen=True)
 class TokenSequence:
     """Prompt and response of one trajectory, with float32 `fields` [R] aligned with the R response tokens, and where
-    the engine's routing goes with them the experts of all tokens but the last."""
+    a routing goes with them the experts of all tokens but the last."""
 
     sequence_id: int  # index of the trajectory in the step's batch
     token_ids: np.ndarray  # int32 [P + R]
@@ -55,12 +55,9 @@ class TokenSequence:
         sequence_id: int,
         trajectory: Trajectory,
         fields: Mapping[str, np.ndarray] | None = None,
-        *,
-        routed: bool = False,
+        experts: np.ndarray | None = None,
     ) -> TokenSequence:
-        """`routed`: with the engine's experts, where the trajectory has them."""
         prompt, response = trajectory.prompt.token_ids, trajectory.completion.token_ids
-        experts = trajectory.completion.experts if routed else None
         return cls(sequence_id, np.concatenate([prompt, response]), len(prompt), fields or {}, experts)
 
 
@@ -118,6 +115,13 @@ def split_by_sequence(values: torch.Tensor, batch: PackedBatch) -> dict[int, tor
     starts, response_lens = _response_spans(batch)
     spans = zip(batch.sequence_ids.tolist(), starts.tolist(), response_lens.tolist(), strict=True)
     return {key: values[start : start + count] for key, start, count in spans if key != FILLER_ID}
+
+
+def split_experts(experts: np.ndarray, batch: PackedBatch) -> dict[int, np.ndarray]:
+    """As TokenSequence has them (views), by sequence id, of a microbatch's [T, layers, k]; fillers are left out."""
+    bounds = batch.cu_seqlens.tolist()
+    spans = zip(batch.sequence_ids.tolist(), bounds, bounds[1:], strict=False)
+    return {key: experts[start : end - 1] for key, start, end in spans if key != FILLER_ID}
 
 
 def _response_spans(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:

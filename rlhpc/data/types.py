@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+EXPERT_DTYPES = {1: torch.uint8, 2: torch.int16}  # of experts' numbers, by the bytes that one takes
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -57,8 +59,8 @@ class PackedBatch:
 
     `token_fields` are float32 [T] tensors aligned with *positions that predict*: entry t speaks of input_ids[t + 1].
     `loss_mask[t]` is 1 where input_ids[t + 1] is a response token of the same sequence, else 0.
-    `experts` are those that the engine routed each token to, in every layer (0 in layers without experts), uint8 or, of
-    more than 256, int16. It never routed the last token of a sequence: what stands there means nothing.
+    `experts` are those that each token is or was routed to, in every layer (0 in layers without experts), uint8 or, of
+    more than 256, int16. No engine routed the last token of a sequence: what stands there means nothing.
     """
 
     input_ids: torch.Tensor  # int64 [T]

@@ -25,6 +25,7 @@ class RolloutBatch:
     mask: torch.Tensor  # float32 [B, T]: 1 on response tokens
     rollout_logprobs: torch.Tensor  # float32 [B, T]
     scores: torch.Tensor  # float32 [B, T]: the reward, at each last response token
+    experts: tuple[np.ndarray | None, ...]  # the engine's of each trajectory, or those to replay instead: TokenSequence
 
     @staticmethod
     def collate(trajectories: Sequence[Trajectory], n: int) -> RolloutBatch:
@@ -39,19 +40,20 @@ class RolloutBatch:
             mask=mask,
             rollout_logprobs=pad([t.completion.logprobs for t in trajectories]),
             scores=scores,
+            experts=tuple(t.completion.experts for t in trajectories),
         )
 
     def sequences(self, *, routed: bool = False, **fields: torch.Tensor) -> list[TokenSequence]:
         """Token sequences to pack, `sequence_id` the row; `fields` are [B, T] tensors that travel with them. `routed`:
-        so do the experts that the engine chose, where it was asked for them. They are the policy's alone."""
+        so do the experts, where there are any. They are the policy's alone."""
         return [
             TokenSequence.of(
                 row,
                 t,
                 {name: f[row, : len(t.completion.token_ids)].numpy() for name, f in fields.items()},
-                routed=routed,
+                experts if routed else None,
             )
-            for row, t in enumerate(self.trajectories)
+            for row, (t, experts) in enumerate(zip(self.trajectories, self.experts, strict=True))
         ]
 
 

@@ -17,7 +17,7 @@ from rlhpc.algorithms.kl import adapted_coef
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.stop import StopFlag, UpdateCut
 from rlhpc.config.critic import Critic, needs_critic
-from rlhpc.config.schema import RunConfig
+from rlhpc.config.schema import RefConfig, RolloutConfig, RunConfig
 from rlhpc.data.cursor import PromptCursor
 from rlhpc.data.dataset import PromptDataset
 from rlhpc.data.packing import TokenSequence
@@ -25,6 +25,7 @@ from rlhpc.data.types import Completion, Prompt, Trajectory
 from rlhpc.errors import TrainingError
 from rlhpc.metrics.reporter import Reporter
 from rlhpc.metrics.timer import PhaseTimer
+from rlhpc.train.batch import RolloutBatch
 from rlhpc.train.deadline import in_time
 from rlhpc.train.persistence import TrainState
 from rlhpc.train.progress import PHASES, Progress
@@ -63,6 +64,11 @@ class Run:
     @property
     def needs_reference(self) -> bool:
         return self.cfg.actor_rollout_ref.actor.use_kl_loss or self.cfg.algorithm.use_kl_in_reward
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether updates follow a routing."""
+        return self.cfg.actor_rollout_ref.actor.megatron.router_replay.mode != "disabled"
 
     def log(self, step: int, record: dict[str, float]) -> None:
         """A finished step's metrics, with those of saves that have ended. Raises CheckpointError when a newer attempt
@@ -170,23 +176,29 @@ class Run:
         """Trajectories with their rewards. Raises StopRequested while a reward is waited for."""
         return self.scorer.score(prompts, completions, seed=seed, training=True)
 
-    def logprobs(self, sequences: Sequence[TokenSequence], model: str) -> list[np.ndarray]:
-        """Per-token logprobs under the "policy" or the "reference", at the sampling temperature. Raises StopRequested
-        before it begins."""
+    def old_logprobs(self, rollout: RolloutBatch) -> tuple[list[np.ndarray], RolloutBatch]:
+        """Per-token logprobs under the policy before the step's updates, at the sampling temperature; and the batch
+        with the routing that these follow, where they do. Raises StopRequested before it begins."""
         self.stop.check()
-        rollout, ref, actor = (
-            self.cfg.actor_rollout_ref.rollout,
-            self.cfg.actor_rollout_ref.ref,
-            self.cfg.actor_rollout_ref.actor,
-        )
-        limits: Any = rollout if model == "policy" else ref
-        return self.ranks.logprobs(
-            sequences,
-            temperature=rollout.temperature,
-            model=model,
-            max_tokens=limits.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
-            max_sequences=limits.log_prob_micro_batch_size_per_gpu,
-        )
+        ref, sequences = self.cfg.actor_rollout_ref, rollout.sequences(routed=True)
+        if ref.actor.megatron.router_replay.mode != "R2":
+            return self.ranks.logprobs(sequences, model="policy", **self._forward_options(ref.rollout)), rollout
+        logprobs, experts = self.ranks.routed_logprobs(sequences, **self._forward_options(ref.rollout))
+        return logprobs, replace(rollout, experts=tuple(experts))
+
+    def ref_logprobs(self, rollout: RolloutBatch) -> list[np.ndarray]:
+        """The same under the reference policy."""
+        self.stop.check()
+        options = self._forward_options(self.cfg.actor_rollout_ref.ref)
+        return self.ranks.logprobs(rollout.sequences(), model="reference", **options)
+
+    def _forward_options(self, limits: RolloutConfig | RefConfig) -> dict[str, Any]:
+        return {
+            "temperature": self.cfg.actor_rollout_ref.rollout.temperature,
+            "max_tokens": limits.log_prob_max_token_len_per_gpu
+            or self.cfg.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+            "max_sequences": limits.log_prob_micro_batch_size_per_gpu,
+        }
 
     def kl_coef(self, last: Mapping[str, float]) -> float:
         """Of the KL in a step's rewards, from the last step's record, which a checkpoint holds."""

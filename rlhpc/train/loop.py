@@ -71,9 +71,9 @@ def train_step(run: Run, state: TrainState) -> TrainState:
 
     with timer.phase("old_log_prob"):
         run.ranks.begin_update()
-        trainer_logprobs = run.logprobs(rollout.sequences(routed=True), "policy")
+        trainer_logprobs, rollout = run.old_logprobs(rollout)
     with timer.phase("ref"):
-        ref_logprobs = run.logprobs(rollout.sequences(), "reference") if run.needs_reference else None
+        ref_logprobs = run.ref_logprobs(rollout) if run.needs_reference else None
     with timer.phase("values"):
         values = run.values(rollout.sequences()) if run.critic else None
 
@@ -115,7 +115,7 @@ def updates(run: Run, step: int, batch: TrainBatch, seed: int) -> list[tuple[str
         sequences = batch.rollout.sequences(**batch.critic_fields)
         due += [("critic", mini_batch) for mini_batch in mini_batches(sequences, run.critic, n, seed)]
     if step >= run.cfg.trainer.critic_warmup:
-        sequences = batch.rollout.sequences(routed=True, **batch.fields)
+        sequences = batch.rollout.sequences(routed=run.replays_routing, **batch.fields)
         due += [("actor", mini_batch) for mini_batch in mini_batches(sequences, actor, n, seed)]
     return due
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from rlhpc.checkpoint.pieces import Index, Piece
@@ -106,6 +107,13 @@ class Trainer(WeightSource, Protocol):
 
     def logprobs(self, batches: Sequence[PackedBatch], *, temperature: float, model: str) -> list[torch.Tensor]:
         """Per-token logprobs float32 [T] per batch (0 where loss_mask is 0). `model` is "policy" or "reference"."""
+        ...
+
+    def routed_logprobs(
+        self, batches: Sequence[PackedBatch], *, temperature: float
+    ) -> tuple[list[torch.Tensor], list[np.ndarray]]:
+        """The policy's logprobs, and for each batch the experts that it chose for them, as PackedBatch has them, on one
+        of the ranks of each data-parallel rank; on the others no experts."""
         ...
 
     def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from rlhpc.checkpoint.manifest import FileEntry
-from rlhpc.data.packing import TokenSequence, pack, split_by_sequence
+from rlhpc.data.packing import TokenSequence, pack, split_by_sequence, split_experts
 from rlhpc.data.types import Completion, PackedBatch, Prompt
 from rlhpc.train.protocols import LossSpec, SamplingSpec, ValueLossSpec
 
@@ -105,6 +105,15 @@ class Ranks:
         """float32 [R] per sequence, of its response tokens. `sequence_id`s must be 0..len-1."""
         return self._per_token("logprobs", sequences, (temperature, model), max_tokens, max_sequences)
 
+    def routed_logprobs(
+        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int, max_sequences: int | None
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """As `logprobs`, the policy's, and of each sequence the experts that it chose, [P + R - 1, layers, k]."""
+        shares = self._shares(sequences, max_tokens, max_sequences)
+        results = self._of_shares("routed_logprobs", shares, temperature)
+        logprobs = self._in_order(sequences, shares, [values for values, _ in results], split_by_sequence)
+        return logprobs, self._in_order(sequences, shares, [experts for _, experts in results], split_experts)
+
     def values(
         self, sequences: Sequence[TokenSequence], *, max_tokens: int, max_sequences: int | None
     ) -> list[np.ndarray]:
@@ -119,12 +128,31 @@ class Ranks:
         max_tokens: int,
         max_sequences: int | None,
     ) -> list[np.ndarray]:
-        shares = pack(sequences, dp_size=self.data_parallel_size, max_tokens=max_tokens, max_sequences=max_sequences)
-        results = self._caller.call(method, [(shares[d], *arguments) for d in self._dp_ranks], phase=self.phase)
-        found: dict[int, np.ndarray] = {}
-        for dp_rank, values in zip(self._dp_ranks, results, strict=True):
-            for batch, of_tokens in zip(shares[dp_rank], values, strict=True):
-                found.update(split_by_sequence(of_tokens, batch))
+        shares = self._shares(sequences, max_tokens, max_sequences)
+        return self._in_order(sequences, shares, self._of_shares(method, shares, *arguments), split_by_sequence)
+
+    def _shares(
+        self, sequences: Sequence[TokenSequence], max_tokens: int, max_sequences: int | None
+    ) -> list[list[PackedBatch]]:
+        """Microbatches by data-parallel rank."""
+        return pack(sequences, dp_size=self.data_parallel_size, max_tokens=max_tokens, max_sequences=max_sequences)
+
+    def _of_shares(self, method: str, shares: Sequence[list[PackedBatch]], *arguments: Any) -> list[Any]:
+        """What every rank makes of its microbatches, in rank order."""
+        return self._caller.call(method, [(shares[d], *arguments) for d in self._dp_ranks], phase=self.phase)
+
+    def _in_order(
+        self,
+        sequences: Sequence[TokenSequence],
+        shares: Sequence[list[PackedBatch]],
+        results: Sequence[Sequence[Any]],
+        split: Callable[[Any, PackedBatch], Mapping[int, Any]],
+    ) -> list[Any]:
+        """Of each sequence its part of `results`, which every rank has for each of its microbatches, or for none."""
+        found: dict[int, Any] = {}
+        for dp_rank, of_rank in zip(self._dp_ranks, results, strict=True):
+            for batch, of_tokens in zip(shares[dp_rank] if of_rank else (), of_rank, strict=True):
+                found.update(split(of_tokens, batch))
         return [found[sequence.sequence_id] for sequence in sequences]
 
     def step(
@@ -136,10 +164,7 @@ class Ranks:
         max_sequences: int | None,
     ) -> dict[str, float]:
         """One optimizer step on all sequences, of the model that the loss is of; metrics over the whole mini-batch."""
-        shares: list[list[PackedBatch]] = pack(
-            sequences, dp_size=self.data_parallel_size, max_tokens=max_tokens, max_sequences=max_sequences
-        )
-        results = self._caller.call("step", [(shares[d], loss) for d in self._dp_ranks], phase=self.phase)
+        results = self._of_shares("step", self._shares(sequences, max_tokens, max_sequences), loss)
         one_per_dp = {dp: result for dp, result in zip(self._dp_ranks, results, strict=True)}
         same_everywhere = ("/grad_norm", "/lr")
         return {

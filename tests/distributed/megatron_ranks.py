@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.data.packing import FILLER_ID, TokenSequence, pack, split_by_sequence
+from rlhpc.data.packing import FILLER_ID, TokenSequence, pack, split_by_sequence, split_experts
 from rlhpc.data.types import PackedBatch
 from rlhpc.errors import RlhpcError, TrainingError
 from rlhpc.train.protocols import LossSpec
@@ -178,6 +178,39 @@ def one_step(
     batch = sequences(NUM_SEQUENCES, seed=3)
     if settings.get("rollout__enable_rollout_routing_replay"):
         batch = routed(batch)
+    return step_of(trainer, batch, max_tokens, max_sequences)
+
+
+def second_step(
+    model_dir: Path, output_dir: Path, sizes: Mapping[str, int], max_tokens: int, **settings: Any
+) -> dict[str, Any]:
+    """As one_step, after one in other microbatches on the same batch, with the routing recorded before that; and that
+    routing by sequence, the first step's metrics, and the weights after it in `output_dir`."""
+    trainer = make_trainer(model_dir, sizes, **{"actor__optim__clip_grad": 0.0} | settings)
+    batch = sequences(NUM_SEQUENCES, seed=3)
+    everything = pack(batch, dp_size=trainer.data_parallel_size, max_tokens=1000)[trainer.data_parallel_rank]
+    values, experts = trainer.routed_logprobs(everything, temperature=TEMPERATURE)
+    recorded: dict[int, np.ndarray] = {}
+    for packed, of_tokens in zip(everything, experts, strict=False):
+        recorded |= split_experts(of_tokens, packed)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, recorded)
+    assert sum(map(len, parts)) == NUM_SEQUENCES, "one rank of a model returns it"
+    found = {key: of_sequence for part in parts for key, of_sequence in part.items()}
+    batch = [replace(sequence, experts=found[sequence.sequence_id]) for sequence in batch]
+    in_policy = pack(batch, dp_size=trainer.data_parallel_size, max_tokens=1000)[trainer.data_parallel_rank]
+    for i, old in enumerate(values):
+        fields = in_policy[i].token_fields
+        given = {"trainer_logprobs": old, "ref_logprobs": old, "rollout_weights": torch.ones_like(old)}
+        in_policy[i] = replace(in_policy[i], token_fields={"advantages": fields["advantages"]} | given)
+    first = trainer.step(in_policy, loss_spec(batch))
+    trainer.save_hf(output_dir)
+    return step_of(trainer, batch, max_tokens) | {"experts": found, "first": first, "weights": output_dir}
+
+
+def step_of(
+    trainer: Any, batch: list[TokenSequence], max_tokens: int, max_sequences: int | None = None
+) -> dict[str, Any]:
     batches = filled_batches(trainer, batch, max_tokens, max_sequences)
     values = trainer.logprobs(batches, temperature=TEMPERATURE, model="policy")
     metrics = trainer.step(batches, loss_spec(batch))

@@ -13,7 +13,7 @@ import torch
 
 from rlhpc.data.packing import TokenSequence
 from rlhpc.layout.parallel import ParallelLayout
-from tests.distributed.megatron_ranks import ENTROPY_COEFF, KL_COEF, NUM_SEQUENCES, TEMPERATURE, routed, sequences
+from tests.distributed.megatron_ranks import ENTROPY_COEFF, KL_COEF, NUM_SEQUENCES, TEMPERATURE, sequences
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Case:
     dtype: str = "float32"
     clip: float = 0.0
     balance: float = 0.0  # coefficient of the load-balancing loss
-    replay: str | None = None  # router_replay.mode, where the batch is routed
+    replay: str | None = None  # router_replay.mode; but for R2 the batch is routed
 
     @property
     def layout(self) -> ParallelLayout:
@@ -62,7 +62,7 @@ class Case:
             "actor__optim__clip_grad": self.clip,
             "actor__megatron__moe_aux_loss_coeff": self.balance,
             "actor__megatron__router_replay__mode": self.replay or "disabled",
-            "rollout__enable_rollout_routing_replay": bool(self.replay),
+            "rollout__enable_rollout_routing_replay": self.replay in ("disabled", "R3"),
         }
 
 
@@ -114,6 +114,12 @@ REPLAY_CASES = (
     Case(4, {"tp": 2, "ep": 2}, recompute=True, replay="R3"),
     Case(1, replay="disabled"),
 )
+RECORDED_CASES = (
+    Case(1, max_tokens=25, replay="R2"),
+    Case(2, {"tp": 2}, recompute=True, replay="R2"),
+    Case(4, {"tp": 2, "ep": 2}, max_tokens=25, replay="R2"),  # two data-parallel ranks
+    Case(4, {"pp": 2, "ep": 2}, max_tokens=25, recompute=True, replay="R2"),
+)
 
 
 @dataclass(frozen=True)
@@ -149,9 +155,9 @@ class Balance:
 
 
 class Forced:
-    """Has a model's routers take what a sequence of `routed` brings: the softmax over all experts, of which the chosen
-    ones' shares are renormalised. Of its last token they take their own choice. `differing` and `known` count what
-    their own choices would have been on the others."""
+    """Has a model's routers take what a sequence brings: the softmax over all experts, of which the chosen ones' shares
+    are renormalised. Of its last token they take their own choice. `differing` and `known` count what their own choices
+    would have been on the others."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.experts, self.differing, self.known = torch.empty(0), 0, 0
@@ -169,22 +175,25 @@ class Forced:
 
 
 def transformers_step(
-    model_dir: Path, dtype: torch.dtype = torch.float32, balance: Balance | None = None, replay: bool = False
+    model_dir: Path,
+    dtype: torch.dtype = torch.float32,
+    balance: Balance | None = None,
+    experts: Mapping[int, np.ndarray] | None = None,
 ) -> dict[str, Any]:
     """Logprobs by sequence, the terms of the loss and all gradients by HF name, with Transformers: one sequence at a
-    time, the loss spelled out, autograd's gradients. `loss` is that of the policy, without the balance. With `replay`
-    the batch is `routed`, and the routers are made to follow."""
+    time, the loss spelled out, autograd's gradients. `loss` is that of the policy, without the balance. With `experts`
+    by sequence the routers are made to follow them."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
-    batch = routed(sequences(NUM_SEQUENCES, seed=3))
-    forced = Forced(model) if replay else None
+    batch = sequences(NUM_SEQUENCES, seed=3)
+    forced = Forced(model) if experts else None
     num_tokens = sum(s.response_len for s in batch)
     logprobs, sums = {}, dict.fromkeys(("pg", "entropy", "kl", "clipped", "clipped_lower", "loss"), 0.0)
     for sequence in batch:
         ids = torch.from_numpy(sequence.token_ids.astype(np.int64))
-        if forced:
-            forced.experts = torch.from_numpy(sequence.experts.astype(np.int64))
+        if forced and experts:
+            forced.experts = torch.from_numpy(experts[sequence.sequence_id].astype(np.int64))
         logits = model(ids[None]).logits[0, sequence.prompt_len - 1 : -1].float() / TEMPERATURE
         table = logits.log_softmax(-1)
         policy = table[torch.arange(len(table)), ids[sequence.prompt_len :]]

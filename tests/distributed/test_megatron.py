@@ -14,10 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.distributed.megatron_ranks import NUM_SEQUENCES, routed, sequences
 from tests.distributed.megatron_reference import (
     BALANCE_CASES,
     BF16_CASES,
     CASES,
+    RECORDED_CASES,
     REPLAY_CASES,
     Balance,
     Case,
@@ -53,6 +55,8 @@ def outcomes(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     def of(world_size: int) -> Outcomes:
         cases = (case for case in (*CASES, *BF16_CASES, *BALANCE_CASES, *REPLAY_CASES) if case.world_size == world_size)
         calls = {case.name: ("one_step", case.arguments) for case in cases}
+        for case in (case for case in RECORDED_CASES if case.world_size == world_size):
+            calls[case.name] = "second_step", case.arguments | {"output_dir": work_dir / case.name}
         calls |= {name: (name, arguments) for name, arguments in other_calls(world_size, model_dir, work_dir).items()}
         return run_calls(world_size, model_dir, calls)
 
@@ -162,7 +166,8 @@ def test_load_balancing_loss(
 
 @pytest.fixture(scope="module")
 def expected_replay(model_dir: Path) -> dict[str, Any]:
-    return transformers_step(model_dir, replay=True)
+    drawn = routed(sequences(NUM_SEQUENCES, seed=3))
+    return transformers_step(model_dir, experts={i: sequence.experts for i, sequence in enumerate(drawn)})
 
 
 @pytest.mark.parametrize("case", REPLAY_CASES, ids=lambda case: case.name)
@@ -180,6 +185,28 @@ def test_tokens_go_where_the_engine_sent_them(
     else:
         assert_equal_steps(ranks, expected)
         assert 0.9 < found < 1  # of 28 pairs of experts one is right
+
+
+@pytest.mark.parametrize("case", RECORDED_CASES, ids=lambda case: case.name)
+def test_a_second_update_goes_where_the_tokens_went_before_the_first(
+    case: Case, outcomes: Callable[[int], Outcomes], model_dir: Path
+) -> None:
+    """The first is in policy, to the bit. It moves weights and routers; the second is Transformers' with those weights
+    and the recorded routing, which is the same under every layout."""
+    ranks = outcomes(case.world_size)[case.name]
+    one_rank = outcomes(1)[RECORDED_CASES[0].name][0]
+    for rank in ranks:
+        assert (
+            rank["first"]["actor/ppo_kl"] == rank["first"]["actor/pg_clipfrac"] == rank["first"]["actor/kl_loss"] == 0
+        )
+        for i, experts in one_rank["experts"].items():
+            np.testing.assert_array_equal(np.sort(rank["experts"][i]), np.sort(experts))
+    recorded = ranks[0]["experts"]
+    before = transformers_step(model_dir, experts=recorded) if case.world_size == 1 else None
+    assert before is None or before["sums"]["routing_diff"] == 0  # is what the routers chose then
+    wanted = transformers_step(ranks[0]["weights"], experts=recorded)
+    assert wanted["sums"]["routing_diff"] > 0.05  # wouldn't be any more
+    assert_equal_steps(ranks, wanted)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ from rlhpc.backends.megatron.experts import PackedExperts, Router, sparse_layers
 from rlhpc.backends.megatron.latent import LatentAttentionSubmodules, LatentCoreAttention, LatentSelfAttention
 from rlhpc.backends.megatron.logprobs import VocabParallelLogprobs
 from rlhpc.backends.megatron.norm import RMSNorm
-from rlhpc.backends.megatron.replay import Replay, Routing
+from rlhpc.backends.megatron.replay import Recording, Replay, Routing
 from rlhpc.data.types import PackedBatch
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.reshard.families import ModelFacts, padded_vocab_size
@@ -171,11 +171,13 @@ def _experts_spec(facts: ModelFacts) -> ModuleSpec:
 class Decoder(GPTModel):
     """This pipeline stage of a decoder. Its parameters carry the names of reshard.families' trainer specs.
 
-    The last stage returns final hidden states instead of logits. Where a microbatch brings the engine's routing, the
-    routers follow it if `replays_routing`, and count in evaluation how often they would go elsewhere.
+    The last stage returns final hidden states instead of logits. Where a microbatch brings a routing, the routers
+    follow it if `replays_routing`, and count in evaluation how often they would go elsewhere; without one, their own
+    choice goes into `recording` where there is such.
     """
 
     replays_routing = False
+    recording: Recording | None = None
 
     def __init__(self, config: TransformerConfig, facts: ModelFacts) -> None:
         self.facts = facts
@@ -227,8 +229,10 @@ class Decoder(GPTModel):
         return {layer.layer_number - 1: layer.mlp.router for layer in sparse_layers(self.decoder.layers)}
 
     def _route(self, packed: PackedSequences) -> None:
+        tp = self.config.tensor_model_parallel_size
+        records = self.recording.begin(packed.order, tp) if self.recording else {}
         for layer, router in self.routers().items():
-            router.router_replay = None
+            router.router_replay = records.get(layer)
             if packed.routing:
                 experts, count = packed.routing.experts[:, layer], None if self.training else router.differing
                 router.router_replay = Replay(experts, packed.routing.known, self.replays_routing, count)

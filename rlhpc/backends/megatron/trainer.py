@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -22,7 +23,7 @@ from rlhpc.backends.megatron.loss import microbatch_loss, microbatch_value_loss
 from rlhpc.backends.megatron.model import PolicyModel, ValueModel, transformer_config
 from rlhpc.backends.megatron.offload import RESERVE_BYTES, HostCopy, check_room
 from rlhpc.backends.megatron.pipeline import num_step_tokens, on_device, per_token
-from rlhpc.backends.megatron.replay import clear_counts, routing_difference
+from rlhpc.backends.megatron.replay import Recording, clear_counts, routing_difference
 from rlhpc.backends.megatron.state import load, saved, told_to_all
 from rlhpc.backends.megatron.trained import Model, TrainedModel
 from rlhpc.checkpoint.manifest import read_manifest
@@ -98,7 +99,7 @@ class MegatronTrainer:
             for name, parameter in policy.named_parameters():
                 if name.endswith("mlp.router.weight"):
                     parameter.requires_grad_(False)
-        policy.replays_routing = actor.megatron.router_replay.mode == "R3"
+        policy.replays_routing = actor.megatron.router_replay.mode != "disabled"
         overlap = actor.megatron.overlap_grad_reduce
         steps = optimizer_steps(cfg, actor)
         self.policy = TrainedModel(
@@ -201,6 +202,16 @@ class MegatronTrainer:
             return module.logprobs(hidden, batch, packed, temperature)[0]
 
         return per_token(module, batches, of_hidden)
+
+    def routed_logprobs(
+        self, batches: Sequence[PackedBatch], *, temperature: float
+    ) -> tuple[list[torch.Tensor], list[np.ndarray]]:
+        """See Trainer."""
+        policy = self.policy.module
+        policy.recording = recording = Recording(policy.routers(), self._source.facts)
+        values = self.logprobs(batches, temperature=temperature, model="policy")
+        policy.recording = None
+        return values, recording.whole()
 
     def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """See Trainer."""

@@ -11,7 +11,7 @@ import torch
 from rlhpc.backends.vllm import private
 from rlhpc.backends.vllm.samples import split_by_request
 from rlhpc.backends.vllm.sampling import Prompts
-from rlhpc.data.types import Completion
+from rlhpc.data.types import EXPERT_DTYPES, Completion
 from rlhpc.errors import EngineError
 from rlhpc.reshard.families import ModelFacts
 
@@ -19,7 +19,7 @@ BYTES_ON_DEVICE = 64 * 2**20
 
 
 def chosen_experts(facts: ModelFacts) -> private.ChosenExperts:
-    dtype = {1: torch.uint8, 2: torch.int16}[facts.expert_number_bytes]
+    dtype = EXPERT_DTYPES[facts.expert_number_bytes]
     return private.ChosenExperts(facts.num_layers, facts.experts_per_token, dtype)
 
 

@@ -234,11 +234,16 @@ def test_allowed(overrides, world_size):
         ({"trainer.device": "gpu"}, 4, ["trainer.device='gpu'", "auto, cpu, cuda"]),
         ({"actor_rollout_ref.model.dtype": "float16"}, 4, ["dtype='float16'", "bfloat16, float32"]),
         ({f"{ROLLOUT}.name": "sglang"}, 4, ["rollout.name='sglang'", "choose vllm"]),
-        ({f"{M}.router_replay.mode": "R2"}, 4, ["router_replay.mode='R2' is unknown", "choose R3, disabled"]),
+        ({f"{M}.router_replay.mode": "R1"}, 4, ["router_replay.mode='R1' is unknown", "choose R2, R3, disabled"]),
         (
             {f"{M}.router_replay.mode": "R3"},
             4,
             [f"router_replay.mode=R3 needs {ROLLOUT}.enable_rollout_routing_replay=true; or set disabled"],
+        ),
+        (
+            {f"{M}.router_replay.mode": "R2", f"{ROLLOUT}.enable_rollout_routing_replay": True},
+            4,
+            ["router_replay.mode=R2 replays the trainer's own routing", "=true keeps the engine's", "or mode=R3"],
         ),
         ({"reshard.sink": "loader"}, 4, ["reshard.sink='loader' is unknown", "choose direct, reference"]),
         ({RTP: 4, REP: 2}, 4, [f"{REP}=2 must be 1 or tensor_model_parallel_size=4"]),
@@ -263,6 +268,7 @@ def test_options_of_experts_on_a_dense_model():
     dense = MODEL | {"model_type": "qwen3"}
     keep = f"{ROLLOUT}.enable_rollout_routing_replay"
     asked = {EP: 2, ETP: 2, f"{M}.moe_aux_loss_coeff": 0.1, f"{M}.freeze_moe_router": True, keep: True}
+    asked[f"{M}.router_replay.mode"] = "R3"
     lines = violations_of(asked, 4, dense)
     assert lines == [
         f"{key} needs a mixture of experts, this model has none; set {off}"
@@ -272,6 +278,7 @@ def test_options_of_experts_on_a_dense_model():
             (f"{M}.moe_aux_loss_coeff=0.1", "0"),
             (f"{M}.freeze_moe_router=true", "false"),
             (f"{keep}=true", "false"),
+            (f"{M}.router_replay.mode=R3", "disabled"),
         )
     ]
 

@@ -158,7 +158,7 @@ def test_sequence_of_a_trajectory():
     made = TokenSequence.of(5, Trajectory(prompt, completion, "", 1.0, "ok"))
     assert (made.sequence_id, made.token_ids.tolist(), made.prompt_len) == (5, [1, 2, 7, 8, 9], 2)
     assert made.experts is None
-    assert TokenSequence.of(5, Trajectory(prompt, completion, "", 1.0, "ok"), routed=True).experts is experts
+    assert TokenSequence.of(5, Trajectory(prompt, completion, "", 1.0, "ok"), experts=experts).experts is experts
 
 
 @st.composite
