@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
 from rlhpc.config.load import MISSING, known_keys, open_section, violations
-from rlhpc.errors import ConfigError
+from rlhpc.errors import raise_problems
 
 REFERENCE, ACTOR = "actor_rollout_ref.ref.megatron.", "actor_rollout_ref.actor.megatron."
 DEFAULT_SIZE = "1"  # of every parallel group
@@ -49,8 +49,7 @@ def checked(arguments: Sequence[str], config_dir: Path) -> list[str]:
             elif open_section(key):
                 kept.append("++" + argument.lstrip("+"))
             # else it was refused, or is a verl key that asks for what rlhpc does anyway
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_problems(problems)
     return kept
 
 

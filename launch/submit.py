@@ -17,7 +17,7 @@ from rlhpc.cluster.preflight import Cluster
 from rlhpc.cluster.submission import shown_path
 from rlhpc.config.checks import check_run, device_of
 from rlhpc.config.schema import RunConfig
-from rlhpc.errors import ConfigError, SlurmError
+from rlhpc.errors import SlurmError, raise_problems
 from rlhpc.memory.state import checkpoint_bytes, too_little_memory
 from rlhpc.train.model_files import check_model_files
 from rlhpc.train.start import describe_start
@@ -88,8 +88,7 @@ def checked(runs: Sequence[RunConfig], models: Sequence[Mapping[str, Any]]) -> i
         warnings += storage.cautions(cfg, elsewhere=cluster.elsewhere)
     for warning in dict.fromkeys(warnings):
         print(f"warning: {warning}", file=sys.stderr)
-    if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    raise_problems(problems)
     return cluster.max_array_size
 
 

@@ -16,7 +16,7 @@ from rlhpc.cluster.job import arrays_of
 from rlhpc.cluster.submission import shown_path
 from rlhpc.config.checks import check_run
 from rlhpc.config.schema import RunConfig
-from rlhpc.errors import ConfigError, RlhpcError
+from rlhpc.errors import RlhpcError, raise_problems
 from rlhpc.train.model_files import check_model_files
 from rlhpc.train.start import check_start
 
@@ -77,8 +77,7 @@ def composed_models(points: Sequence[Point]) -> list[dict[str, Any]]:
             models.append(check_run(point.cfg))
         except RlhpcError as error:
             problems += [f"point {point.number}: {line}" for line in str(error).splitlines()]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_problems(problems)
     return models
 
 

@@ -1,6 +1,7 @@
 """Errors a user can cause or must hear of. Each message says what, got, allowed and the fix."""
 
 import sys
+from collections.abc import Iterable
 
 
 class RlhpcError(Exception):
@@ -54,6 +55,12 @@ class ClusterError(RlhpcError):
 
 class RankLostError(ClusterError):
     """A rank or its node died without an answer: killed, out of memory, powered off. Another try may get further."""
+
+
+def raise_problems(problems: Iterable[str]) -> None:
+    """Raises ConfigError that says each of them once, one a line; where there are none, nothing."""
+    if lines := dict.fromkeys(problems):
+        raise ConfigError("\n".join(lines))
 
 
 def print_error(error: Exception) -> None:

@@ -12,11 +12,11 @@ from rlhpc.config.critic import critic_problems
 from rlhpc.config.in_place import in_place_experts
 from rlhpc.config.keeping import kept_checkpoints
 from rlhpc.config.model_dir import fix_path, read_model_config
-from rlhpc.config.model_fit import choose, model_problems, must_divide
+from rlhpc.config.model_fit import choose, engine_problems, model_problems, must_divide, trainer_problems
 from rlhpc.config.ranges import out_of_range, unknown_names
 from rlhpc.config.schedule import schedule_problems
 from rlhpc.config.schema import RunConfig
-from rlhpc.errors import ConfigError, DataError
+from rlhpc.errors import ConfigError, DataError, raise_problems
 from rlhpc.layout.parallel import divisors
 
 if TYPE_CHECKING:
@@ -93,9 +93,8 @@ def check(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int, *, d
         case = _Case(cfg, model_facts(model_config), world_size, device or cfg.trainer.device)
         problems = [problem for rule in _RULES for problem in rule(case)]
         problems += critic_problems(cfg, model_config, world_size)
-        problems = problems or [*in_place_experts(cfg, model_config, world_size, case.device)]
-    if problems:
-        raise ConfigError("\n".join(problems))
+        problems = problems or [*in_place_experts(cfg, model_config, world_size)]
+    raise_problems(problems)
 
 
 def _check_files(cfg: RunConfig) -> None:
@@ -118,8 +117,7 @@ def _layout(case: _Case) -> Iterator[str]:
         case.cfg.trainer.n_gpus_per_node,
     )
     where = f"the {ranks} ranks (trainer.nnodes * trainer.n_gpus_per_node)"
-    if megatron.context_parallel_size != 1:
-        yield f"{_MEGATRON}.context_parallel_size={megatron.context_parallel_size}: not available yet; set 1"
+    yield from trainer_problems(case.cfg)
     if ranks % (tp * pp):
         yield (
             f"{_MEGATRON}: tensor_model_parallel_size={tp} * pipeline_model_parallel_size={pp} = {tp * pp} "
@@ -131,27 +129,12 @@ def _layout(case: _Case) -> Iterator[str]:
             f"pipeline_model_parallel_size={pp} = {ep * etp * pp} must divide {where}; "
             f"{choose(divisors(ranks))} as their product"
         )
-    if ranks % rollout_tp:
-        yield f"{_ROLLOUT_TP}={rollout_tp} must divide {where}; {choose(divisors(ranks))}"
+    yield from engine_problems(case.cfg, case.facts, ranks, case.device)
     if case.device == "cuda" and case.cfg.trainer.nnodes > 1 and per_node % rollout_tp and rollout_tp % per_node:
         yield (
             f"{_ROLLOUT_TP}={rollout_tp} must divide trainer.n_gpus_per_node={per_node} or be a multiple of it: a "
             f"replica has a part of a node or whole nodes; {choose(divisors(per_node))}"
         )
-    yield from _rollout_experts(case)
-
-
-def _rollout_experts(case: _Case) -> Iterator[str]:
-    """vLLM has one switch: the ranks of a replica hold whole experts, or each holds a part of every expert."""
-    rollout = case.cfg.actor_rollout_ref.rollout
-    ep, tp = rollout.expert_parallel_size, rollout.tensor_model_parallel_size
-    told = f"{_ROLLOUT}.expert_parallel_size={ep}"
-    if ep not in (1, tp):
-        yield f"{told} must be 1 or tensor_model_parallel_size={tp}: experts are spread over a replica or not"
-    if ep > 1 and not case.facts.num_experts:
-        yield f"{told} needs a mixture of experts, this model has none; set 1"
-    if ep > 1 and case.device == "cpu":
-        yield f"{told} needs GPUs: vLLM's CPU build ends in a segmentation fault with it; set 1"
 
 
 def _model(case: _Case) -> Iterator[str]:
@@ -230,7 +213,7 @@ def _algorithm(case: _Case) -> Iterator[str]:
 
 
 def _trainer(case: _Case) -> Iterator[str]:
-    trainer, actor, data = case.cfg.trainer, case.cfg.actor_rollout_ref.actor, case.cfg.data
+    trainer, data = case.cfg.trainer, case.cfg.data
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
         yield (
             f"trainer.resume_mode={trainer.resume_mode} with resume_from_path={trainer.resume_from_path}; "
@@ -249,8 +232,6 @@ def _trainer(case: _Case) -> Iterator[str]:
     yield from schedule_problems(case.cfg)
     if not trainer.balance_batch:
         yield "trainer.balance_batch=false is not available: packing always evens out tokens; set true"
-    if not actor.megatron.use_distributed_optimizer:
-        yield f"{_MEGATRON}.use_distributed_optimizer=false is not available; set true"
 
 
 def _checkpoint(case: _Case) -> Iterator[str]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _TOLD = "reshard.in_place_experts=true"
 
 
-def in_place_experts(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int, device: str) -> Iterator[str]:
+def in_place_experts(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int) -> Iterator[str]:
     """A line for everything that keeps the experts from being shared, where the configuration asks for it."""
     from rlhpc.reshard.families import model_facts
 
@@ -25,8 +25,6 @@ def in_place_experts(cfg: RunConfig, model_config: Mapping[str, Any], world_size
     if not facts.num_experts:
         yield f"{_TOLD} needs a mixture of experts, this model has none; set false"
         return
-    if device == "cpu":
-        yield f"{_TOLD} needs GPUs: on a CPU vLLM packs weights into its kernels' layouts; set false"
     if cfg.reshard.sink != "direct":
         yield f"{_TOLD} leaves reshard.sink={cfg.reshard.sink} nothing to load whole; set sink=direct, or false"
     if dtype != "bfloat16":

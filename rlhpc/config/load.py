@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 from rlhpc.config.schema import RunConfig, written
 from rlhpc.config.tree import MISSING, leaves
 from rlhpc.config.verl import verl_key
-from rlhpc.errors import ConfigError
+from rlhpc.errors import ConfigError, raise_problems
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -38,8 +38,7 @@ def load(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
     config = _build(RunConfig, tree, "", problems)
     problems += _with_nodes(config)
     problems += [_missing(key) for key, value in leaves("", tree) if value == MISSING]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_problems(problems)
     assert isinstance(config, RunConfig)
     return _with_absolute_paths(config)
 

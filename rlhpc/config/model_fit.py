@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32, attention/backends/cpu_attn.py
 CPU_LATENT = (512, 64)  # its mla/cpu_mla.py
-ATTENTION_BACKENDS = ("auto", "fused", "flash", "local")
 
 _ROLLOUT, _MEGATRON = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
 _ROLLOUT_TP = f"{_ROLLOUT}.tensor_model_parallel_size"
@@ -27,6 +26,38 @@ def choose(choices: list[int]) -> str:
 def must_divide(key: str, value: int, name: str, total: int) -> Iterator[str]:
     if total % value:
         yield f"{key}={value} must divide {name}={total}; {choose(divisors(total))}"
+
+
+def trainer_problems(cfg: RunConfig) -> Iterator[str]:
+    """What Megatron has and rlhpc's trainer doesn't."""
+    megatron = cfg.actor_rollout_ref.actor.megatron
+    if megatron.context_parallel_size != 1:
+        yield f"{_MEGATRON}.context_parallel_size={megatron.context_parallel_size}: not available yet; set 1"
+    if not megatron.use_distributed_optimizer:
+        yield f"{_MEGATRON}.use_distributed_optimizer=false is not available; set true"
+
+
+def engine_problems(cfg: RunConfig, facts: ModelFacts, num_ranks: int, device: str) -> Iterator[str]:
+    """What the engine's replicas can't be on `num_ranks` ranks of this `device`."""
+    rollout = cfg.actor_rollout_ref.rollout
+    ep, tp = rollout.expert_parallel_size, rollout.tensor_model_parallel_size
+    told = f"{_ROLLOUT}.expert_parallel_size={ep}"
+    if num_ranks % tp:
+        yield (
+            f"{_ROLLOUT_TP}={tp} must divide the {num_ranks} ranks (trainer.nnodes * trainer.n_gpus_per_node); "
+            f"{choose(divisors(num_ranks))}"
+        )
+    # vLLM has one switch: the ranks of a replica hold whole experts, or each holds a part of every expert.
+    if ep not in (1, tp):
+        yield f"{told} must be 1 or tensor_model_parallel_size={tp}: experts are spread over a replica or not"
+    if ep > 1 and not facts.num_experts:
+        yield f"{told} needs a mixture of experts, this model has none; set 1"
+    if ep > 1 and device == "cpu":
+        yield f"{told} needs GPUs: vLLM's CPU build ends in a segmentation fault with it; set 1"
+    if cfg.reshard.in_place_experts and device == "cpu":
+        yield (
+            "reshard.in_place_experts=true needs GPUs: on a CPU vLLM packs weights into its kernels' layouts; set false"
+        )
 
 
 def model_problems(cfg: RunConfig, facts: ModelFacts, device: str) -> Iterator[str]:
@@ -87,9 +118,7 @@ def _replay(cfg: RunConfig) -> Iterator[str]:
 def _attention(cfg: RunConfig, device: str) -> Iterator[str]:
     """What a rank lacks for the backend it finds out itself: Transformer Engine need not be where this runs."""
     backend = cfg.actor_rollout_ref.actor.megatron.attention_backend
-    if backend not in ATTENTION_BACKENDS:
-        yield f"{_MEGATRON}.attention_backend={backend!r} is unknown; choose {', '.join(ATTENTION_BACKENDS)}"
-    elif backend in ("fused", "flash") and device == "cpu":
+    if backend in ("fused", "flash") and device == "cpu":
         yield f"{_MEGATRON}.attention_backend={backend} needs CUDA devices; set auto"
 
 

@@ -106,6 +106,7 @@ OFF_OR_AT_LEAST_1 = (  # -1 is off
     "trainer.save_freq",
     "trainer.test_freq",
 )
+ATTENTION_BACKENDS = ("auto", "fused", "flash", "local")
 UNIT = ("algorithm.gamma", "algorithm.lam")  # from 0 to 1
 
 
@@ -179,6 +180,7 @@ def _registries() -> dict[str, Collection[str]]:
         f"{_ACTOR}.loss_agg_mode": AGG_MODES,
         f"{_ACTOR}.kl_loss_type": KL_KINDS,
         f"{_ACTOR}.policy_loss.loss_mode": POLICY_LOSSES,
+        f"{_ACTOR}.megatron.attention_backend": ATTENTION_BACKENDS,
         f"{_ACTOR}.megatron.router_replay.mode": ("disabled", "R2", "R3"),
         f"{_ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
         "critic.optim.lr_decay_style": ("constant", "linear", "cosine"),

@@ -29,12 +29,12 @@ from rlhpc.backends.megatron.trained import Model, TrainedModel
 from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.pieces import CRITIC_PREFIX
 from rlhpc.config.critic import Critic, critic_model_config, needs_critic
+from rlhpc.config.model_fit import trainer_problems
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schedule import optimizer_steps
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.types import PackedBatch
-from rlhpc.errors import ConfigError
-from rlhpc.layout.parallel import ParallelLayout
+from rlhpc.errors import ConfigError, raise_problems
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import ModelFacts, family_for
 from rlhpc.reshard.families.family import SCORE
@@ -60,7 +60,8 @@ class MegatronTrainer:
     `shared` are tensors that the policy's experts are to be, by parameter names: their memory is the engine's. In
     bfloat16, with experts that no other rank has. `policy`, `critic` (None without one) and `layout` are there to be
     looked into.
-    Raises ConfigError for what the model or this trainer can't do, ModelError for an unusable model directory.
+    `cfg` is what config.checks lets pass. Raises ConfigError for what only a rank can know, ModelError for an unusable
+    model directory.
     """
 
     def __init__(
@@ -73,18 +74,12 @@ class MegatronTrainer:
     ) -> None:
         cpu_shim.install()
         self._cfg, self._device = cfg, _device(device)
-        self.layout = _layout(cfg, dist.get_world_size())
+        raise_problems(trainer_problems(cfg))
+        self.layout = trainer_layout(cfg, dist.get_world_size())
         actor, dtype = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model.dtype
-        if dtype not in DTYPES:
-            raise ConfigError(f"actor_rollout_ref.model.dtype={dtype!r} is unknown; choose {', '.join(DTYPES)}")
         specs = family_for(hf_config).trainer_specs(hf_config, self.layout, dtype)
         self._source = source = self._source_of(Path(model_dir), hf_config, specs)
         self._balance_coeff = actor.megatron.moe_aux_loss_coeff
-        if self._balance_coeff and not source.facts.num_experts:
-            raise ConfigError(
-                f"actor_rollout_ref.actor.megatron.moe_aux_loss_coeff={self._balance_coeff} balances experts, which a "
-                f"{source.facts.model_type} model hasn't; set 0"
-            )
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self.layout.tp,
             pipeline_model_parallel_size=self.layout.pp,
@@ -334,13 +329,3 @@ class MegatronTrainer:
 
 def _device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name.startswith("cuda") else torch.device(name)
-
-
-def _layout(cfg: RunConfig, world_size: int) -> ParallelLayout:
-    megatron = cfg.actor_rollout_ref.actor.megatron
-    for name, allowed in (("context_parallel_size", 1), ("use_distributed_optimizer", True)):
-        if getattr(megatron, name) != allowed:
-            raise ConfigError(
-                f"actor_rollout_ref.actor.megatron.{name}={getattr(megatron, name)} is not supported; set {allowed}"
-            )
-    return trainer_layout(cfg, world_size)

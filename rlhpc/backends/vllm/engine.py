@@ -31,9 +31,10 @@ from rlhpc.backends.vllm.sampling import (
 from rlhpc.backends.vllm.shm import cleanup_shm
 from rlhpc.backends.vllm.sinks import DirectSink, ReferenceSink, whole_tensors
 from rlhpc.config.model_dir import eos_token_ids
+from rlhpc.config.model_fit import engine_problems
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.types import Completion
-from rlhpc.errors import ConfigError, EngineError
+from rlhpc.errors import EngineError, raise_problems
 from rlhpc.layout.spec import ShardSpec
 from rlhpc.reshard.families import family_for
 from rlhpc.reshard.in_place import expert_buffers
@@ -121,28 +122,11 @@ class VllmEngine:
     ) -> None:
         private.check_version()
         rollout, model = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.model
-        tp = rollout.tensor_model_parallel_size
-        sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        if tp not in sizes:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp} must divide the {world_size} "
-                f"ranks; choose {', '.join(str(size) for size in sizes)}"
-            )
-        family = family_for(hf_config)
-        expert_parallel = rollout.expert_parallel_size > 1
-        if expert_parallel and device == "cpu":
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.expert_parallel_size={rollout.expert_parallel_size} needs GPUs: vLLM's "
-                "CPU build ends in a segmentation fault with it; set 1"
-            )
-        self._in_place = cfg.reshard.in_place_experts
-        if self._in_place and device == "cpu":
-            raise ConfigError(
-                "reshard.in_place_experts=true needs GPUs: on a CPU vLLM packs weights into its kernels' layouts; "
-                "set false"
-            )
-        specs = family.rollout_specs(hf_config, tp, range(world_size), model.dtype, expert_parallel=expert_parallel)
+        family, tp = family_for(hf_config), rollout.tensor_model_parallel_size
         facts = family.model_facts(hf_config)
+        raise_problems(engine_problems(cfg, facts, world_size, device))
+        self._in_place, expert_parallel = cfg.reshard.in_place_experts, rollout.expert_parallel_size > 1
+        specs = family.rollout_specs(hf_config, tp, range(world_size), model.dtype, expert_parallel=expert_parallel)
         self._vocab_size = facts.vocab_size
         self._chosen = chosen_experts(facts) if rollout.enable_rollout_routing_replay else None
         self._eos = eos_token_ids(Path(model_dir), hf_config)

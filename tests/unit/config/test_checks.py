@@ -109,7 +109,7 @@ def test_allowed(overrides, world_size):
         ({TP: 2, PP: 2}, 6, ["tensor_model_parallel_size=2", "= 4 must", "the 6 ranks", "choose 1, 2, 3, 6"]),
         ({EP: 8}, 4, ["expert_model_parallel_size=8", "= 8 must divide the 4 ranks", "choose 1, 2, 4"]),
         ({EP: 2, ETP: 2, PP: 2}, 4, ["expert_tensor_parallel_size=2", "= 8 must divide the 4 ranks"]),
-        ({f"{M}.attention_backend": "te"}, 4, ["attention_backend='te' is unknown; choose auto, fused, flash, local"]),
+        ({f"{M}.attention_backend": "te"}, 4, ["attention_backend='te' is unknown; choose auto, flash, fused, local"]),
         ({EP: 3}, 3, ["expert_model_parallel_size=3 must divide num_experts=8; choose 1, 2, 4, 8"]),
         ({f"{M}.context_parallel_size": 2}, 4, ["context_parallel_size=2", "set 1"]),
         ({RTP: 3}, 4, [f"{RTP}=3 must divide the 4 ranks", "choose 1, 2, 4"]),
