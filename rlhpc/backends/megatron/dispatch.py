@@ -34,7 +34,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         their routing weights [T * top-k]."""
         self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
         if self._holds_all:
-            self.tokens_per_expert = routing_map.sum(0)
+            self.tokens_per_expert = routing_map.sum(0, dtype=torch.int32)
         else:
             counts = self.preprocess(routing_map)
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
@@ -68,8 +68,9 @@ def by_expert(routing_map: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torc
     """The experts of each token, int64 [T, top_k], ascending; and where the sorted tokens stand in that table when
     flattened, int64 [T * top_k]: expert by expert, tokens ascending. `routing_map` is bool [T, experts] with top_k
     true in every row."""
-    pairs = routing_map.nonzero_static(size=len(routing_map) * top_k)
-    return pairs[:, 1].view(-1, top_k), pairs[:, 1].argsort(stable=True)
+    experts = routing_map.nonzero_static(size=len(routing_map) * top_k)[:, 1]
+    # A GPU passes over the keys once for every 8 bits of their dtype.
+    return experts.view(-1, top_k), experts.short().argsort(stable=True)
 
 
 class _ToExperts(torch.autograd.Function):

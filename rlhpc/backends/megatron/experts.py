@@ -89,9 +89,9 @@ class PackedExperts(torch.nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """tokens [N, H] sorted by expert, tokens_per_expert [local_experts], probs [N] -> [N, H], no bias."""
         if torch.is_grad_enabled():  # recomputation runs the first forward without gradients
-            self.load += tokens_per_expert.to(self.load.device, torch.int64)
+            self.load += tokens_per_expert.to(self.load.device)
         if self.w13.overwrites_main_grad:
-            ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
+            ends = tokens_per_expert.to(tokens.device).cumsum(0, dtype=torch.int32)
             hidden = GroupedProduct.apply(tokens, self.w13, ends)
             return GroupedProduct.apply(_swiglu(hidden, probs[:, None]), self.w2, ends), None
         counts = tokens_per_expert.tolist()
