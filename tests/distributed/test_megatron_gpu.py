@@ -90,8 +90,9 @@ def test_layouts_agree_on_a_slice_of_a_real_shape(tmp_path: Path) -> None:
     """Three steps on two layers of Qwen3-30B-A3B's shape (1.8 B parameters, bfloat16): loss, gradient norm, and the
     mean logprob of every sequence, which differs between sequences by about 0.06."""
     layouts: dict[str, dict[str, int]] = {"DP2": {}, "EP2": {"ep": 2}, "TP2": {"tp": 2}, "TP2·EP2": {"tp": 2, "ep": 2}}
-    calls = [("steps_on_slice", {"model_dir": tmp_path, "sizes": sizes}) for sizes in layouts.values()]
-    ranks = run_ranks(f"{RANKS}:in_turn", 2, 500.0, calls=[("write_slice", {"model_dir": tmp_path}), *calls])
+    calls = [("write_slice", {"model_dir": tmp_path})]
+    calls += [("steps_on_slice", {"model_dir": tmp_path, "sizes": sizes}) for sizes in layouts.values()]
+    ranks = run_ranks("tests.distributed.slice_ranks:in_turn", 2, 500.0, calls=calls)
     steps = {name: [whole_step([rank[i + 1][s] for rank in ranks]) for s in range(3)] for i, name in enumerate(layouts)}
     for name, found in steps.items():
         print(name, [(step["loss"], step["norm"]) for step in found])

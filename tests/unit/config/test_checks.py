@@ -11,6 +11,7 @@ from rlhpc.config.model_dir import read_model_config
 from rlhpc.errors import ConfigError, DataError, ModelError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+KEEP = f"{ROLLOUT}.enable_rollout_routing_replay"
 
 # 8 experts, 4 heads, 2 KV heads, 4 layers, expert width 64, 512 positions
 MODEL = {
@@ -226,24 +227,16 @@ def test_allowed(overrides, world_size):
         ({f"{ACTOR}.kl_loss_type": "k4"}, 4, ["kl_loss_type='k4' is unknown", "low_var_kl"]),
         ({"algorithm.kl_penalty": "full"}, 4, ["kl_penalty='full' is unknown"]),
         ({"algorithm.rollout_correction.rollout_is": "seq"}, 4, ["rollout_is='seq'", "sequence, token"]),
-        (
-            {"trainer.logger": ["console", "tensorboard"]},
-            4,
-            ["trainer.logger='tensorboard'", "console, wandb"],
-        ),
+        ({"trainer.logger": ["console", "tensorboard"]}, 4, ["trainer.logger='tensorboard'", "console, wandb"]),
         ({"trainer.device": "gpu"}, 4, ["trainer.device='gpu'", "auto, cpu, cuda"]),
         ({"actor_rollout_ref.model.dtype": "float16"}, 4, ["dtype='float16'", "bfloat16, float32"]),
         ({f"{ROLLOUT}.name": "sglang"}, 4, ["rollout.name='sglang'", "choose vllm"]),
         ({f"{M}.router_replay.mode": "R1"}, 4, ["router_replay.mode='R1' is unknown", "choose R2, R3, disabled"]),
+        ({f"{M}.router_replay.mode": "R3"}, 4, [f"router_replay.mode=R3 needs {KEEP}=true; or set disabled"]),
         (
-            {f"{M}.router_replay.mode": "R3"},
+            {f"{M}.router_replay.mode": "R2", KEEP: True},
             4,
-            [f"router_replay.mode=R3 needs {ROLLOUT}.enable_rollout_routing_replay=true; or set disabled"],
-        ),
-        (
-            {f"{M}.router_replay.mode": "R2", f"{ROLLOUT}.enable_rollout_routing_replay": True},
-            4,
-            ["router_replay.mode=R2 replays the trainer's own routing", "=true keeps the engine's", "or mode=R3"],
+            ["router_replay.mode=R2 replays the trainer's own routing", f"{KEEP}=true keeps the engine's"],
         ),
         ({"reshard.sink": "loader"}, 4, ["reshard.sink='loader' is unknown", "choose direct, reference"]),
         ({RTP: 4, REP: 2}, 4, [f"{REP}=2 must be 1 or tensor_model_parallel_size=4"]),
@@ -266,8 +259,7 @@ def test_an_engine_that_holds_whole_experts_must_divide_their_number_and_not_the
 
 def test_options_of_experts_on_a_dense_model():
     dense = MODEL | {"model_type": "qwen3"}
-    keep = f"{ROLLOUT}.enable_rollout_routing_replay"
-    asked = {EP: 2, ETP: 2, f"{M}.moe_aux_loss_coeff": 0.1, f"{M}.freeze_moe_router": True, keep: True}
+    asked = {EP: 2, ETP: 2, f"{M}.moe_aux_loss_coeff": 0.1, f"{M}.freeze_moe_router": True, KEEP: True}
     asked[f"{M}.router_replay.mode"] = "R3"
     lines = violations_of(asked, 4, dense)
     assert lines == [
@@ -277,7 +269,7 @@ def test_options_of_experts_on_a_dense_model():
             (f"{ETP}=2", "1"),
             (f"{M}.moe_aux_loss_coeff=0.1", "0"),
             (f"{M}.freeze_moe_router=true", "false"),
-            (f"{keep}=true", "false"),
+            (f"{KEEP}=true", "false"),
             (f"{M}.router_replay.mode=R3", "disabled"),
         )
     ]
