@@ -85,12 +85,12 @@ def judge(
     if outcome == "failed":
         return Verdict(outcome, "leave", "another attempt would fail too")
     if record is not None and not record.batch:
-        return Verdict(outcome, "leave", "the same command goes on from the last checkpoint")
+        return Verdict(outcome, "leave", "the same command goes on from the newest checkpoint, if any")
     if record is not None and not record.requeue:
         return Verdict(outcome, "leave", "the job was submitted with --no-requeue; submit it again to go on")
     if stuck:
         return Verdict(outcome, "hold", stuck)
-    return Verdict(outcome, "requeue", "another attempt goes on from the last checkpoint")
+    return Verdict(outcome, "requeue", "another attempt goes on from the newest checkpoint, if any")
 
 
 def _cancelled(record: JobRecord) -> bool:

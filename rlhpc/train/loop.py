@@ -25,9 +25,10 @@ def train(run: Run) -> TrainState:
     A step's weights are published and validated before they are committed together with the step's metrics: a run
     killed anywhere finds a checkpoint whose record is whole, and a resumed run repeats nothing that was committed.
     Raises StopRequested after a stop, and ExhaustedError where the prompts give a step nothing to train on, once the
-    last whole step is committed.
+    last whole step that was trained is committed.
     """
     state = restore(run)
+    begun_at = state.step
     run.saver.retire()
     while True:
         try:
@@ -36,7 +37,7 @@ def train(run: Run) -> TrainState:
                 moved_bytes = run.ranks.publish(state.step)
             with timer.phase("testing"):
                 state = run.validate(state)
-            if run.save_due(state.step):
+            if run.save_due(state.step, begun_at):
                 with timer.phase("save_checkpoint"):
                     save_periodically(run, state)
             published = timer.metrics() | run.ranks.usage() | {"perf/reshard_bytes": moved_bytes}
@@ -47,7 +48,7 @@ def train(run: Run) -> TrainState:
             state = train_step(run, state)
             run.stop.check()
         except (StopRequested, ExhaustedError):  # no weight has changed since: the state stands
-            save_and_leave(run, state)
+            save_and_leave(run, state, trained=state.step > begun_at)
             raise
 
 

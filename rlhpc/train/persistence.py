@@ -39,11 +39,15 @@ def save_periodically(run: Run, state: TrainState) -> None:
         run.saver.alarm(state.step, error)
 
 
-def save_and_leave(run: Run, state: TrainState) -> None:
+def save_and_leave(run: Run, state: TrainState, *, trained: bool) -> None:
     """Answers a stop or an error that leaves the state whole: commits the save in flight, then the state where that was
-    another one, and says how the run goes on."""
+    another one, and says how the run goes on. Where no step was `trained` since the start nothing is written, be it
+    terabytes: the next start finds the state where this one did."""
     run.progress.stopping()
     run.reporter.say(f"{run.stop.reason or 'nothing to train on'}: stopping after step {state.step}")
-    with run.timer(state.step).phase("save_checkpoint"):
-        run.saver.now(state, hurry=run.in_a_hurry())
+    if trained:
+        with run.timer(state.step).phase("save_checkpoint"):
+            run.saver.now(state, hurry=run.in_a_hurry())
+    else:
+        run.reporter.say("no step was trained since the start, so there is nothing to save")
     run.reporter.close_run(state.step, finished=False)

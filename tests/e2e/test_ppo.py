@@ -61,7 +61,7 @@ def test_a_critic_is_trained_saved_and_resumed_bitwise(task: Path, tmp_path: Pat
     between = round(1 / (1 + 2), 4)  # of a step's updates: one mini-batch of the critic, two of the policy
     in_phase("update", part, process, log, lambda pid: os.kill(pid, signal.SIGTERM), fraction=between)
     assert finish(process, log) == 75, log.read_text()[-3000:]
-    assert sorted(committed_steps(part / "checkpoints")) == [1, 2]
+    assert committed_steps(part / "checkpoints").keys() == {2}, "step 1 is what it began from"
     run_to_end(arguments, log)
     assert comparable(part) == comparable(whole)[1:]
     assert_same_state(part, whole)

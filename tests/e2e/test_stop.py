@@ -26,6 +26,7 @@ from tests.e2e.runs import (
     finish,
     in_phase,
     leftovers,
+    rows,
     run_to_end,
     start,
     wait_for,
@@ -35,10 +36,10 @@ from tests.e2e.runs import (
 STOPS = {
     "validate": signal.SIGTERM,
     "start": signal.SIGUSR2,
-    "generate": signal.SIGTERM,
     "score": signal.SIGINT,
     "update": signal.SIGUSR2,
     "save": signal.SIGTERM,
+    "generate": signal.SIGTERM,
 }
 
 
@@ -48,7 +49,7 @@ def committed(run_dir: Path) -> int:
 
 @pytest.mark.timeout(1800)  # eight starts, which a busy machine takes a minute each for
 def test_stopped_in_phase_after_phase(task: Path, reference: Path, tmp_path: Path) -> None:
-    """One attempt after the other, each stopped in another phase."""
+    """One attempt after the other, each stopped in another phase; the first three before a step was trained."""
     log, run_dir, hang = tmp_path / "log", tmp_path / "run", task / "hang"
     arguments = command(task, run_dir, *DYNAMIC, "data.val_batch_size=2", "reward.timeout_s=3600")
 
@@ -62,6 +63,8 @@ def test_stopped_in_phase_after_phase(task: Path, reference: Path, tmp_path: Pat
         while phase == "score" and not hang.exists():  # in the first batch of a step; of no further one rewards answer
             step = in_phase("score", run_dir, process, log, lambda pid: None)["step"]
             in_phase("generate", run_dir, process, log, lambda pid, step=step: hang_in(step))
+        if phase == "generate":  # once a step was trained that isn't due for saving
+            wait_for(lambda newest=newest: rows(run_dir)[-1]["step"] == newest + 1, process, log)
         # To the whole group, as timeout, Slurm and a terminal's Ctrl-C do: the ranks have to outlive the save.
         seen = in_phase(phase, run_dir, process, log, lambda pid, number=number: os.killpg(os.getpgid(pid), number))
         assert finish(process, log) == 75, log.read_text()[-3000:]
@@ -70,14 +73,18 @@ def test_stopped_in_phase_after_phase(task: Path, reference: Path, tmp_path: Pat
         assert progress and progress["outcome"] == "stopped" and progress["stop"]["phase"] == phase
         step = seen["step"]
         expected = {
-            "start": newest,
-            "validate": step,
+            "start": -1,
+            "validate": -1,
+            "score": -1,
+            "update": step,
             "save": step,
             "generate": step - 1,
-            "score": step - 1,
-            "update": step,
         }[phase]
         assert committed(run_dir) == expected, (phase, step)
+        if phase in ("validate", "score"):
+            assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["owner.json"]
+            assert "no step was trained since the start, so there is nothing to save" in log.read_text()
+            log.unlink()
         assert leftovers() == []
 
     newest, process = committed(run_dir), start(arguments, log)
@@ -123,7 +130,7 @@ def test_a_stop_does_not_wait_for_the_end_of_a_generation(task: Path, tmp_path: 
     wait_for(lambda: (read_json(run_dir / "progress.json") or {}).get("phase") == "generate", process, log)
     os.killpg(process.pid, signal.SIGTERM)
     assert finish(process, log) == 75, log.read_text()[-3000:]
-    assert committed(run_dir) == 0
+    assert committed(run_dir) == -1
     assert leftovers() == []
 
 

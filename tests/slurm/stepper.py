@@ -1,6 +1,6 @@
 """A driver without Ray and training, for tests of what surrounds a run: steps that only take time, with all the files
-that a run leaves. A stop commits a checkpoint. `<run_dir>/fail` makes it fail, with the file's text as its error;
-`<run_dir>/stay` keeps a run's first attempt in its last step until it is told to stop.
+that a run leaves. A stop commits a checkpoint, once a step was taken. `<run_dir>/fail` makes it fail, with the file's
+text as its error; `<run_dir>/stay` keeps a run's first attempt in its last step until it is told to stop.
 
     python -m tests.slurm.stepper RUN_DIR NUM_STEPS SECONDS_PER_STEP
 """
@@ -22,7 +22,7 @@ from rlhpc.train.progress import Progress
 
 def take_steps(run_dir: Path, num_steps: int, seconds: float, progress: Progress, stop: StopFlag) -> None:
     store, metrics = CheckpointStore(run_dir / "checkpoints"), MetricsFile(run_dir / "metrics.jsonl")
-    step = max(store.steps(), default=0)
+    step = begun_at = max(store.steps(), default=0)
     stays = step == 0 and (run_dir / "stay").exists()
     progress.plan(num_steps)
     print(f"going on after step {step}", flush=True)
@@ -38,9 +38,9 @@ def take_steps(run_dir: Path, num_steps: int, seconds: float, progress: Progress
         metrics.append(step, {"critic/score/mean": step / num_steps, "perf/time_per_step": seconds})
     progress.enter(step, "save")
     begin = time.perf_counter()
-    if step not in store.steps():
+    if step > begun_at:
         store.save(step, [({"weight": torch.full((4,), float(step))}, {})], {"step": step})
-    progress.committed(step, time.perf_counter() - begin)
+        progress.committed(step, time.perf_counter() - begin)
     if step < num_steps:
         stop.check()
 
