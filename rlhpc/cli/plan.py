@@ -11,6 +11,7 @@ from rlhpc.config.critic import Critic, critic_model_config, needs_critic
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schedule import updates_per_step
 from rlhpc.config.schema import RunConfig
+from rlhpc.memory.reads import describe_reads
 from rlhpc.memory.state import (
     NodeMemory,
     RankMemory,
@@ -55,6 +56,7 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
             f"routing   at most {readable(routing_bytes(cfg, model_config))} a step, twice, in Ray's object store; "
             f"cluster.object_store_bytes gives it {readable(cfg.cluster.object_store_bytes)} before it takes files"
         )
+    yield from describe_reads(cfg, model_config)
     yield f"writes    {cfg.run_dir}"
     yield ""
     yield from _memory_table(memory := rank_memory(cfg, model_config))

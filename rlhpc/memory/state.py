@@ -76,9 +76,9 @@ def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMem
         dtype,
         expert_parallel=ref.rollout.expert_parallel_size > 1,
     )
-    dense, experts = (_elements(group, layout.world_size) for group in _split(trainer))
-    critic = [_elements(group, layout.world_size) for group in _split(_critic_specs(cfg, model_config))]
-    engine = _elements(rollout, layout.world_size)
+    dense, experts = (elements(group, layout.world_size) for group in _split(trainer))
+    critic = [elements(group, layout.world_size) for group in _split(_critic_specs(cfg, model_config))]
+    engine = elements(rollout, layout.world_size)
     per_element = MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
     needs_reference = ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
     own = [0] * len(experts) if cfg.reshard.in_place_experts else experts  # in place they are the engine's alone
@@ -181,7 +181,8 @@ def _split(specs: Sequence[ShardSpec]) -> tuple[list[ShardSpec], list[ShardSpec]
     return [s for s in specs if ".experts." not in s.name], [s for s in specs if ".experts." in s.name]
 
 
-def _elements(specs: Sequence[ShardSpec], world_size: int) -> list[int]:
+def elements(specs: Sequence[ShardSpec], world_size: int) -> list[int]:
+    """How many every rank has of the tensors."""
     kinds: dict[int, tuple[tuple[Replicas, ...], int]] = {}  # layers of a kind share theirs: counted once
     for spec in specs:
         replicas = Shards.of(spec.shards).replicas
@@ -190,7 +191,7 @@ def _elements(specs: Sequence[ShardSpec], world_size: int) -> list[int]:
     counts = [0] * world_size
     for replicas, times in kinds.values():
         for same in replicas:
-            elements = times * prod(map(sub, same.stop, same.start))
+            count = times * prod(map(sub, same.stop, same.start))
             for rank in same.ranks:
-                counts[rank] += elements
+                counts[rank] += count
     return counts

@@ -147,7 +147,8 @@ def test_what_a_step_of_routing_may_take():
     cfg = config(2, "bfloat16")
     cfg.data.train_batch_size, cfg.actor_rollout_ref.rollout.n = 64, 16
     assert routing_bytes(cfg, QWEN3_30B_A3B) == 384 * 1024 * 1024
-    assert "routing " not in describe(cfg, QWEN3_30B_A3B)
+    assert "routing " not in (told := describe(cfg, QWEN3_30B_A3B))
+    assert "reads     nothing yet: /m has neither model.safetensors.index.json nor model.safetensors" in told
     cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay = True
     assert "routing   at most 384 MiB a step, twice, " in describe(cfg, QWEN3_30B_A3B)
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from rlhpc.errors import ModelError
 from rlhpc.layout.parallel import ParallelLayout
+from rlhpc.memory.reads import read_bytes
 from rlhpc.reshard.families import family_for, model_facts
 from rlhpc.reshard.fp8 import dequantise
 from rlhpc.reshard.hf import check_hf, copy_side_files, load_hf
@@ -171,6 +172,9 @@ def test_bytes_of_each_tensor(tmp_path: Path) -> None:
     assert sizes[DOWN] == 16 * 8 + 4 * 6 * 2
     assert sizes[NORM] == 4 * 16
     assert sum(sizes.values()) == sum(tensor.nbytes for tensor in read_tensors(tmp_path).values())
+    specs = family_for(CONFIG).trainer_specs(CONFIG, ParallelLayout(1, 1, 1, 2, 1, 2), "bfloat16")
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert read_bytes(specs, sizes, 2) == [sum(sizes.values()) - experts // 2] * 2
 
 
 def test_known_extras_are_ignored(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
