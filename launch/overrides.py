@@ -24,6 +24,9 @@ def checked(arguments: Sequence[str], config_dir: Path) -> list[str]:
     kept, problems, given = [], [], _given(arguments)
     options_elsewhere = any(argument.startswith(("--config-dir", "-cd")) for argument in arguments)
     for before, argument in zip(["", *arguments], arguments, strict=False):
+        if refusal := _no_option(argument, config_dir):
+            problems.append(refusal)
+            continue
         if argument.startswith("-") or ("=" not in argument and before.startswith("-")):
             kept.append(argument)  # a flag of Hydra, or its value
             continue
@@ -33,7 +36,8 @@ def checked(arguments: Sequence[str], config_dir: Path) -> list[str]:
         try:
             override = OverridesParser.create().parse_override(argument)
         except HydraException as error:
-            problems.append(f"{argument}: {error}")
+            key, _, value = argument.partition("=")
+            problems.append(f"{argument}: {error}; quote what isn't plain: '{key}=\"{value}\"'")
             continue
         key = override.key_or_group
         group = config_dir / key
@@ -51,6 +55,19 @@ def checked(arguments: Sequence[str], config_dir: Path) -> list[str]:
             # else it was refused, or is a verl key that asks for what rlhpc does anyway
     raise_problems(problems)
     return kept
+
+
+def _no_option(argument: str, config_dir: Path) -> str | None:
+    """What to write for an option that is a setting, which Hydra might take for a beginning of one of its own; or for
+    verl's choice of a configuration."""
+    if not argument.startswith("--"):
+        return None
+    name, equals, value = argument[2:].partition("=")
+    if name in known_keys() or (name and (config_dir / name).is_dir()):
+        return f"{argument}: settings have no dashes; write {name}={value if equals else 'VALUE'}"
+    if name in ("config-name", "config-path"):
+        return f"{argument}: there is one configuration; remove it (--config-dir=DIR adds files of yours to the groups)"
+    return None
 
 
 def _given(arguments: Sequence[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from rlhpc.config.algorithm import algorithm_problems
 from rlhpc.config.critic import critic_problems
 from rlhpc.config.in_place import in_place_experts
 from rlhpc.config.keeping import kept_checkpoints
-from rlhpc.config.model_dir import fix_path, read_model_config
+from rlhpc.config.model_dir import made_by, read_model_config
 from rlhpc.config.model_fit import choose, engine_problems, model_problems, must_divide, trainer_problems
 from rlhpc.config.ranges import out_of_range, unknown_names
 from rlhpc.config.schedule import schedule_problems
@@ -98,14 +99,16 @@ def check(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int, *, d
 
 
 def _check_files(cfg: RunConfig) -> None:
-    from rlhpc.data.readers import data_files
+    from rlhpc.data.readers import data_files, parse, read_rows
 
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
         try:
-            if files is not None:
-                data_files(files)
+            for path in data_files(files) if files is not None else ():
+                for row in islice(read_rows(path), 1):  # of all rows only the run itself knows
+                    parse(row, cfg.data)
         except DataError as error:
-            raise DataError(f"{key}: {error}; {fix_path(str(files))}") from error
+            made = made_by(str(files))
+            raise DataError(f"{key}: {error}{f'; {made}' if made else ''}") from error
 
 
 def _layout(case: _Case) -> Iterator[str]:
@@ -240,11 +243,14 @@ def _checkpoint(case: _Case) -> Iterator[str]:
 
 def _reward(case: _Case) -> Iterator[str]:
     from rlhpc.rewards import REWARDS
+    from rlhpc.rewards.source import problem
 
     name = case.cfg.reward.name
-    file, custom, _ = (name or "").rpartition(":")
+    file, custom, function = (name or "").rpartition(":")
     if custom and not Path(file).is_file():
         yield f"reward.name={name}: there is no file {Path(file).absolute()}; give PATH/FILE.py:FUNCTION"
+    elif custom and (found := problem(Path(file), function)):
+        yield f"reward.name={name}: {file} {found}"
     if name and not custom and name not in REWARDS:
         yield f"reward.name={name!r} is unknown; choose {', '.join(sorted(REWARDS))} or FILE.py:FUNCTION"
 

@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
@@ -19,6 +19,17 @@ from rlhpc.errors import ConfigError, raise_problems
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+_PATHS = (
+    "run_dir",
+    "actor_rollout_ref.model.path",
+    "critic.model.path",
+    "data.train_files",
+    "data.val_files",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+    "resume.from",
+)
 
 
 def load(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
@@ -38,6 +49,11 @@ def load(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
     config = _build(RunConfig, tree, "", problems)
     problems += _with_nodes(config)
     problems += [_missing(key) for key, value in leaves("", tree) if value == MISSING]
+    problems += [
+        f"{key} is empty; give a path, or leave it out"
+        for key, value in leaves("", tree)
+        if value == "" and key in _PATHS
+    ]
     raise_problems(problems)
     assert isinstance(config, RunConfig)
     return _with_absolute_paths(config)
@@ -163,7 +179,10 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is Any:
         return True
     if get_origin(kind) is list:
-        return isinstance(value, list) and all(_fits(item, get_args(kind)[0]) for item in value)
+        item_kind = get_args(kind)[0]
+        if isinstance(value, str):  # trainer.logger=wandb is a list of one, as in verl
+            return item_kind is str
+        return isinstance(value, list) and all(_fits(item, item_kind) for item in value)
     if get_origin(kind) is dict:
         return isinstance(value, Mapping)
     if isinstance(value, bool):
@@ -178,7 +197,7 @@ def _coerced(value: Any, kind: Any) -> Any:
         return value
     kind = next(option for option in _options(kind) if _fits(value, option))
     if get_origin(kind) is list:
-        return [_coerced(item, get_args(kind)[0]) for item in value]
+        return [_coerced(item, get_args(kind)[0]) for item in ([value] if isinstance(value, str) else value)]
     return kind(value) if kind in (float, str) else value
 
 
@@ -217,17 +236,14 @@ def _with_nodes(cfg: RunConfig) -> list[str]:
 
 def _with_absolute_paths(cfg: RunConfig) -> RunConfig:
     """Workers and later jobs may have another working directory."""
-    for section, name in (
-        (cfg, "run_dir"),
-        (cfg.actor_rollout_ref.model, "path"),
-        (cfg.critic.model, "path"),
-        (cfg.data, "train_files"),
-        (cfg.data, "val_files"),
-        (cfg.trainer, "default_local_dir"),
-        (cfg.trainer, "resume_from_path"),
-        (cfg.resume, "from_"),
-    ):
+    for key in _PATHS:
+        *sections, last = key.split(".")
+        section: Any = reduce(getattr, sections, cfg)
+        name = next(f.name for f in fields(section) if written(f.name) == last)
         setattr(section, name, _absolute(getattr(section, name)))
+    file, colon, function = (cfg.reward.name or "").rpartition(":")
+    if file.endswith(".py"):
+        cfg.reward.name = f"{_absolute(file)}{colon}{function}"
     return cfg
 
 

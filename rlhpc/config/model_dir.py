@@ -24,7 +24,8 @@ def read_model_config(path: str | Path, *, key: str = "actor_rollout_ref.model.p
 
     file = Path(path) / "config.json"
     if not Path(path).is_dir():
-        raise ModelError(f"{key}={path} is not a directory; {fix_path(path)}")
+        fix = "check the path; what is on the Hugging Face hub has to be here first: hf download NAME --local-dir DIR"
+        raise ModelError(f"{key}={path} is not a directory; {made_by(path) or fix}")
     try:
         model_config = json.loads(file.read_text())
     except FileNotFoundError as error:
@@ -57,6 +58,6 @@ def eos_token_ids(model_dir: Path, hf_config: Mapping[str, Any]) -> list[int]:
     raise ModelError(f"{model_dir}: neither generation_config.json nor config.json has an eos_token_id; add one")
 
 
-def fix_path(path: str | Path) -> str:
-    """What to do about a path that leads nowhere."""
-    return next((fix for asset, fix in MADE_BY.items() if asset in str(path)), "check the path")
+def made_by(path: str | Path) -> str | None:
+    """What makes a path that one of our experiments asks for; None for others."""
+    return next((fix for asset, fix in MADE_BY.items() if asset in str(path)), None)

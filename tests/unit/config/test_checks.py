@@ -10,6 +10,7 @@ from rlhpc.config.load import load
 from rlhpc.config.model_dir import read_model_config
 from rlhpc.errors import ConfigError, DataError, ModelError
 
+ROW = '{"question": "1 + 1?", "answer": "#### 2"}\n'
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 KEEP = f"{ROLLOUT}.enable_rollout_routing_replay"
 
@@ -92,7 +93,7 @@ RTP, REP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_
         ({f"{ROLLOUT}.temperature": 0.01, f"{ROLLOUT}.val_kwargs.temperature": 0}, 4),
         ({f"{ROLLOUT}.temperature": 2, f"{ROLLOUT}.val_kwargs.temperature": 2}, 4),
         ({"reward.name": "gsm8k"}, 4),
-        ({"reward.name": f"{__file__}:score"}, 4),
+        ({"reward.name": f"{__file__}:config"}, 4),
         ({"cluster.nodes": 2, "launch.mode": "slurm"}, 4),
         ({"cluster.nodes": 2, "launch.mode": "allocation"}, 4),
         ({"launch.mode": "slurm", "launch.time_min": 6}, 4),
@@ -303,7 +304,7 @@ def test_head_dims_of_vllm_on_a_cpu():
 
 
 def test_the_device_that_auto_becomes_is_checked(tmp_path):
-    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "train.jsonl").write_text(ROW)
     more_than_any_machine_has = {"trainer.n_gpus_per_node": 1024, "trainer.device": "auto"}
     overrides = {
         "actor_rollout_ref.model.path": str(model_dir(tmp_path)),
@@ -387,7 +388,7 @@ def test_check_run_looks_at_files(tmp_path):
     paths = {"actor_rollout_ref.model.path": str(model_dir(tmp_path)), "data.train_files": str(train)}
     with pytest.raises(DataError, match=r"data\.train_files: .*train\.jsonl: no such file"):
         check_run(config(paths))
-    train.write_text("{}\n")
+    train.write_text(ROW)
     assert check_run(config(paths)) == MODEL
     with pytest.raises(DataError, match=r"data\.val_files: .*val\.jsonl"):
         check_run(config({**paths, "data.val_files": str(tmp_path / "val.jsonl")}))

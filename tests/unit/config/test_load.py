@@ -85,7 +85,7 @@ def test_unknown_key_far_from_all():
             "5",
             "trainer.total_training_steps='5' has type str; expected int or null",
         ),
-        ("trainer.logger", "wandb", "trainer.logger='wandb' has type str; expected a list of str"),
+        ("trainer.logger", 3, "trainer.logger=3 has type int; expected a list of str"),
         (
             "actor_rollout_ref.actor.optim.betas",
             [0.9, "b"],
@@ -256,3 +256,18 @@ def test_cluster_nodes_and_trainer_nnodes_are_one():
     assert load({"trainer": {"nnodes": 3}} | REQUIRED).trainer.nnodes == 3
     with pytest.raises(ConfigError, match="cluster.nodes=4 contradicts trainer.nnodes=2; set one of them"):
         load({"cluster": {"nodes": 4}, "trainer": {"nnodes": 2}} | REQUIRED)
+
+
+def test_a_list_of_text_may_be_one_text():
+    assert load(with_leaf("trainer.logger", "console")).trainer.logger == ["console"]  # verl's quickstart writes it so
+
+
+@pytest.mark.parametrize("key", ["run_dir", "data.val_files", "resume.from"])
+def test_a_path_isnt_empty_as_an_unset_shell_variable_leaves_it(key):
+    assert refusal(key, "") == f"{key} is empty; give a path, or leave it out"
+
+
+def test_a_rewards_file_is_found_from_any_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert load(with_leaf("reward.name", "mine.py:score")).reward.name == f"{tmp_path}/mine.py:score"
+    assert load(with_leaf("reward.name", "gsm8k")).reward.name == "gsm8k"

@@ -93,3 +93,17 @@ def test_all_refusals_at_once():
 def test_unparsable():
     (line,) = refusal("trainer.nnodes=[1")
     assert line.startswith("trainer.nnodes=[1: ")
+
+
+def test_settings_with_dashes_and_verls_configurations():
+    assert refusal("--experiment", "tiny_arithmetic") == [
+        "--experiment: settings have no dashes; write experiment=VALUE",
+    ]
+    assert refusal("--seed=3") == ["--seed=3: settings have no dashes; write seed=3"]
+    assert "remove it" in refusal("--config-name=ppo_megatron_trainer.yaml")[0]
+
+
+def test_how_to_write_what_isnt_plain():
+    (line,) = refusal("run_dir=outputs/größe")
+    assert line.endswith("""quote what isn't plain: 'run_dir="outputs/größe"'""")
+    assert checked(['run_dir="outputs/größe"'], CONFIGS) == ['run_dir="outputs/größe"']
