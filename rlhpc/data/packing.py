@@ -97,17 +97,19 @@ def pack(
     return [[_packed([padded[item] for item in members]) for members in rank] for rank in placed]
 
 
-def unpack(values: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Response-aligned rows of `values` [T]: (padded [S, Rmax], mask float32 [S, Rmax]); Rmax is at least 1.
+def unpack(batch: PackedBatch, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Response-aligned rows: a mask float32 [S, Rmax], then padded rows [S, Rmax] of each of `values` [T]; Rmax is at
+    least 1.
 
     Row s column j speaks of the j-th response token of sequence s. Differentiable; padding is 0 and passes no
-    gradient back, whatever stands at the unused positions.
+    gradient back, whatever stands at the unused positions. Waits for the device, once for all values.
     """
-    starts, response_lens = (part.to(values.device) for part in _response_spans(batch))
-    columns = torch.arange(max(1, int(response_lens.max())), device=values.device)
+    device = values[0].device
+    starts, response_lens = (part.to(device) for part in _response_spans(batch))
+    columns = torch.arange(max(1, int(response_lens.max())), device=device)
     inside = columns < response_lens[:, None]
     positions = torch.where(inside, starts[:, None] + columns, 0)
-    return torch.where(inside, values[positions], 0), inside.float()
+    return inside.float(), *(torch.where(inside, value[positions], 0) for value in values)
 
 
 def split_by_sequence(values: torch.Tensor, batch: PackedBatch) -> dict[int, torch.Tensor]:

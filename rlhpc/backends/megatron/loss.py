@@ -21,8 +21,7 @@ def microbatch_loss(
     Reads the token fields trainer_logprobs and advantages, ref_logprobs with a KL loss, and if there rollout_weights
     and kept, the tokens that it is over.
     """
-    policy, mask, rows = _in_rows(logprobs, batch)
-    entropy, _ = unpack(entropies, batch)
+    (policy, entropy), mask, rows = _in_rows(batch, logprobs, entropies)
     counts = {
         "num_global_tokens": spec.num_global_tokens,
         "num_global_seqs": spec.num_global_seqs,
@@ -55,7 +54,7 @@ def microbatch_value_loss(
     values: torch.Tensor, batch: PackedBatch, spec: ValueLossSpec
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """As `microbatch_loss`, of the critic's `values` [T]. Reads the token fields values and returns, and kept."""
-    predicted, mask, rows = _in_rows(values, batch)
+    (predicted,), mask, rows = _in_rows(batch, values)
     loss, metrics = value_loss(
         predicted,
         rows["values"],
@@ -70,8 +69,11 @@ def microbatch_value_loss(
     return loss, metrics | {"critic/vf_loss": loss.detach()}
 
 
-def _in_rows(predicted: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """`predicted` [T] a sequence a row, the mask of the tokens that the loss is over, and the token fields by name."""
-    rows = {name: unpack(values, batch)[0] for name, values in batch.token_fields.items()}
-    found, mask = unpack(predicted, batch)
-    return found, rows.get("kept", mask), rows
+def _in_rows(
+    batch: PackedBatch, *predicted: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
+    """`predicted` [T] each a sequence a row, the mask of the tokens that the loss is over, and the token fields by
+    name."""
+    mask, *rows = unpack(batch, *predicted, *batch.token_fields.values())
+    fields = dict(zip(batch.token_fields, rows[len(predicted) :], strict=True))
+    return rows[: len(predicted)], fields.get("kept", mask), fields

@@ -36,7 +36,7 @@ def test_two_sequences_in_one_microbatch_by_hand():
     assert batch.cu_seqlens.dtype == batch.prompt_lens.dtype == torch.int32
 
     values = torch.tensor([10.0, 11, 12, 13, 14, 15, 16])
-    padded, mask = unpack(values, batch)
+    mask, padded = unpack(batch, values)
     assert padded.tolist() == [[10, 11], [14, 15]] and mask.tolist() == [[1, 1], [1, 1]]
     assert {key: part.tolist() for key, part in split_by_sequence(values, batch).items()} == {
         1: [10, 11],
@@ -62,7 +62,7 @@ def test_a_batch_travels_as_arrays_and_arrives_as_it_was():
 def test_unpack_pads_short_rows_and_keeps_padding_out_of_the_gradient():
     [[batch]] = pack([sequence(0, 4, 2), sequence(1, 2, 1), sequence(2, 3, 3)], dp_size=1, max_tokens=9)
     values = torch.tensor([math.nan, 1, 2, math.nan, 4, math.inf, 6, 7, 8], requires_grad=True)
-    padded, mask = unpack(values, batch)
+    mask, padded = unpack(batch, values)
     assert padded.tolist() == [[1, 2], [4, 0], [0, 0]] and mask.tolist() == [[1, 1], [1, 0], [0, 0]]
     (padded * torch.tensor([[2.0, 3.0], [5.0, 7.0], [11.0, 13.0]])).sum().backward()
     assert values.grad.tolist() == [0, 2, 3, 0, 5, 0, 0, 0, 0]
@@ -70,7 +70,7 @@ def test_unpack_pads_short_rows_and_keeps_padding_out_of_the_gradient():
 
 def test_no_response_at_all_unpacks_to_one_masked_column():
     [[batch]] = pack([sequence(0, 2, 2)], dp_size=1, max_tokens=2)
-    padded, mask = unpack(torch.ones(2, requires_grad=True), batch)
+    mask, padded = unpack(batch, torch.ones(2, requires_grad=True))
     assert padded.tolist() == [[0.0]] and mask.tolist() == [[0.0]]
     padded.sum().backward()
 
@@ -185,7 +185,7 @@ def test_every_packing_keeps_its_promises(workload):
     for batch in (batch for rank in ranks for batch in rank):
         assert 1 <= batch.num_tokens <= options["max_tokens"]
         assert batch.num_sequences <= (options["max_sequences"] or 10**9)
-        padded, mask = unpack(batch.token_fields["reward"], batch)
+        mask, padded = unpack(batch, batch.token_fields["reward"])
         by_id = split_by_sequence(batch.token_fields["reward"], batch)
         offsets = batch.cu_seqlens.tolist()
         for row, key in enumerate(batch.sequence_ids.tolist()):
