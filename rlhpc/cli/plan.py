@@ -51,7 +51,7 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
     )
     if cfg.algorithm.filter_groups.enable:
         yield f"          out of {cfg.data.draw_size} prompts drawn at a time, until as many have answers that differ"
-    if ref.rollout.enable_rollout_routing_replay:
+    if ref.rollout.enable_rollout_routing_replay or ref.actor.megatron.router_replay.mode == "R2":
         yield (
             f"routing   at most {readable(routing_bytes(cfg, model_config))} a step, twice, in Ray's object store; "
             f"cluster.object_store_bytes gives it {readable(cfg.cluster.object_store_bytes)} before it takes files"

@@ -150,7 +150,10 @@ def test_what_a_step_of_routing_may_take():
     assert "routing " not in (told := describe(cfg, QWEN3_30B_A3B))
     assert "reads     nothing yet: /m has neither model.safetensors.index.json nor model.safetensors" in told
     cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay = True
-    assert "routing   at most 384 MiB a step, twice, " in describe(cfg, QWEN3_30B_A3B)
+    assert "routing   at most 384 MiB a step, twice, " in (kept := describe(cfg, QWEN3_30B_A3B))
+    cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay = False
+    cfg.actor_rollout_ref.actor.megatron.router_replay.mode = "R2"
+    assert describe(cfg, QWEN3_30B_A3B) == kept
 
 
 def test_a_critic_counts_by_hand():
