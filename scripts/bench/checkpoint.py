@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -53,6 +52,7 @@ from rlhpc.reshard.flat import flat_buffers
 from rlhpc.reshard.saved import Wanted, load_together, pieces_of
 from scripts.bench.flat_ranges import distributed_ranges, held_specs
 from scripts.bench.machine import RESULTS, hardware, place, versions
+from scripts.bench.processes import on_ranks
 from scripts.bench.sync import SMOLLM2_MOE, summary
 
 PHASES = ("dd_write", "dd_write_direct", "save", "blocked", "behind", "dd_read", "dd_read_direct", "load", "load_other")
@@ -200,19 +200,16 @@ def timed(run: Callable[..., object], *arguments: Any, cold: Sequence[Path] = ()
     return max(every)
 
 
-def run_rank(rank: int, num_ranks: int, port: int, layers: int, args: argparse.Namespace, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def measure(layers: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A case, in an empty folder."""
+    num_ranks = dist.get_world_size()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    turn = Turn(args, layers, Path(folder))
+    turn = Turn(args, layers, folder)
     first = timed(turn.copy)  # also allocates
     turns = [turn.run(dd_first=i % 2 == 0) for i in range(args.turns)]
     every = [0] * num_ranks
     dist.all_gather_object(every, len(turn.state.pieces))
-    if rank == 0:
-        manifest = turn.store.load(turn.step, checksums=False)
-        Path(folder, "result.json").write_text(json.dumps(row(layers, manifest, sum(every), first, turns)))
-    dist.destroy_process_group()
+    return row(layers, turn.store.load(turn.step, checksums=False), sum(every), first, turns)
 
 
 def row(
@@ -243,12 +240,8 @@ def row(
 
 
 def run_case(layers: int, num_ranks: int, args: argparse.Namespace) -> dict[str, Any]:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="checkpoint-bench-", dir=args.directory) as folder:
-        torch.multiprocessing.spawn(run_rank, (num_ranks, port, layers, args, folder), num_ranks)
-        return json.loads(Path(folder, "result.json").read_text())
+        return on_ranks(num_ranks, "cpu", measure, layers, args, Path(folder))  # only the state may lie on a GPU
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 import xxhash
 
+from rlhpc.cluster.ports import claim_block
 from rlhpc.cluster.session import TOKEN_VARIABLE
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.packing import TokenSequence, pack
@@ -31,6 +33,7 @@ from rlhpc.train.protocols import LossSpec, SamplingSpec
 from rlhpc.train.usage import memory
 from rlhpc.train.worker import RankWorker
 from scripts.bench.machine import RESULTS, hardware, place, versions
+from scripts.bench.processes import in_a_process_of_its_own
 from scripts.bench.train import write_model
 
 SETTINGS = {
@@ -53,12 +56,10 @@ def worker(model: Path, in_place: bool, device: str, settings: Mapping[str, Any]
     for key, value in (SETTINGS | dict(settings)).items():
         *parents, leaf = key.split(".")
         setattr(reduce(getattr, parents, cfg), leaf, value)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     os.environ[TOKEN_VARIABLE] = f"inplace{os.getpid()}"
-    rank = RankWorker(cfg, 0, 1, device, ("127.0.0.1", port), str(log))
-    rank.start()
+    with closing(claim_block("bench", os.getpid())) as ports:
+        rank = RankWorker(cfg, 0, 1, device, ("127.0.0.1", ports["master"]), str(log))
+        rank.start()
     return rank
 
 
@@ -125,10 +126,6 @@ def hashes(rank: RankWorker) -> dict[str, int]:
     }
 
 
-def run(index: int, out: Path, arguments: tuple[Any, ...]) -> None:
-    out.write_text(json.dumps(cycles(*arguments)))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="of the slice")
@@ -145,13 +142,11 @@ def main() -> None:
             torch.cuda.empty_cache()
         settings = {"actor_rollout_ref.rollout.enforce_eager": True}  # what graphs save counts for neither
         for in_place in (False, True) if device == "cuda" else (False,):
-            name, out = ("shared" if in_place else "two sets"), Path(folder, "result.json")
-            log = Path(folder, f"{in_place}.log")
+            name, log = ("shared" if in_place else "two sets"), Path(folder, f"{in_place}.log")
             try:
-                torch.multiprocessing.spawn(run, (out, (model, in_place, device, args.cycles, log, settings)), 1)
-            except torch.multiprocessing.ProcessExitedException:
+                found[name] = in_a_process_of_its_own(cycles, model, in_place, device, args.cycles, log, settings)
+            except BrokenProcessPool:
                 sys.exit(f"the rank died; the end of its log:\n{log.read_text()[-4000:]}")
-            found[name] = json.loads(out.read_text())
     samples = [outcome.pop("samples") for outcome in found.values()]
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     report = {

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from rlhpc.train.protocols import LossSpec
 from scripts.bench.machine import hardware, place, versions
-from scripts.bench.train import batches_of, build, on_ranks, seconds, sequences, slice_arguments, synchronize
+from scripts.bench.train import batches_of, build, on_slice, seconds, sequences, slice_arguments, synchronize
 
 PROBE_BYTES = 2**31
 
@@ -97,11 +97,7 @@ class Cycle:
         for part in self._trainer._host._parts:
             self._trainer._host.wait_for(part)
 
-    def overlapped(self) -> None:
-        self.run("leave and read", self._leave_and_read)
-        self.run("arrive and train", self._arrive_and_train)
-
-    def _leave_and_read(self) -> None:
+    def leave_and_read(self) -> None:
         begin = time.perf_counter()
         self._trainer.begin_sleep()
         self.times["begin_sleep returns"].append(time.perf_counter() - begin)
@@ -109,7 +105,7 @@ class Cycle:
         self.times["read while leaving"].append(time.perf_counter() - begin)
         self._trainer.sleep()
 
-    def _arrive_and_train(self) -> None:
+    def arrive_and_train(self) -> None:
         self._trainer.wake()
         begin = time.perf_counter()
         batches = batches_of(self._trainer, self._made, self._args)
@@ -133,7 +129,8 @@ def measure(trainer: Any, args: argparse.Namespace, device: str, vocab_size: int
     cycle.train()
     for _ in range(args.cycles):
         cycle.alone()
-        cycle.overlapped()
+        cycle.run("leave and read", cycle.leave_and_read)
+        cycle.run("arrive and train", cycle.arrive_and_train)
     host = trainer._host
     parts = {name: sum(map(len, part.device)) for name, part in host._parts.items() if part.device}
     return {"bytes": parts, "allocated": used, "times": dict(cycle.times)}
@@ -188,7 +185,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2, help="steps before; the first compile")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _, result = on_ranks(measure_rank, args, device)
+    _, result = on_slice(measure_rank, args, device)
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     report = {
         "command": " ".join(["python -m scripts.bench.offload", *sys.argv[1:]]),

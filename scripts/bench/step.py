@@ -37,9 +37,10 @@ import torch.distributed as dist
 from rlhpc.reshard.families import ModelFacts, family_for
 from scripts.bench.machine import RESULTS, ROOT, hardware, place, versions
 from scripts.bench.memory import LEAK_GIB, leaks, memory_of, table
+from scripts.bench.processes import in_a_process_of_its_own
 from scripts.bench.sync import QWEN3_30B
 from scripts.bench.train import flops_of, matrix_rate
-from scripts.bench.workload import Workload, in_a_process_of_its_own
+from scripts.bench.workload import Workload
 
 Row = dict[str, Any]
 PHASES = ("generate", "score", "logprobs", "train", "sync", "idle")

@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +33,7 @@ from rlhpc.reshard.families import family_for
 from rlhpc.reshard.plan import ReshardPlan, plan
 from rlhpc.reshard.verify import verify
 from scripts.bench.machine import RESULTS, hardware, place, versions
+from scripts.bench.processes import on_ranks
 from scripts.make_tiny_model import tiny_config
 
 SMOLLM2_MOE = {  # SmolLM2-135M upcycled to 4 experts
@@ -214,28 +213,10 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in stages.items()}
 
 
-def run_rank(rank: int, port: int, cases: Sequence[Case], args: argparse.Namespace, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def measure_all(cases: Sequence[Case], device: str, repeats: int) -> list[dict[str, Any]]:
+    """Those of one number of ranks, in one start of them."""
     torch.set_num_threads(1)
-    backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
-    if args.device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, rank=rank, world_size=cases[0].num_ranks)
-    dtype = "float32" if args.device == "cpu" else "bfloat16"
-    results = [measure(case, args.device, dtype, args.repeats) for case in cases]
-    if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
-def run_cases(cases: Sequence[Case], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All of one number of ranks, in one start of them."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (port, cases, args, folder), cases[0].num_ranks)
-        return json.loads(Path(folder, "results.json").read_text())
+    return [measure(case, device, "float32" if device == "cpu" else "bfloat16", repeats) for case in cases]
 
 
 def planning_alone() -> list[dict[str, Any]]:
@@ -294,7 +275,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for num_ranks in (n for n in args.ranks if n <= most):  # NCCL wants a device per rank
         if cases := [case for case in CASES if case.num_ranks == num_ranks and case.model in models]:
-            rows += run_cases(cases, args)
+            rows += on_ranks(num_ranks, args.device, measure_all, cases, args.device, args.repeats)
     rows.sort(key=lambda row: list(MODELS).index(row["model"]))
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
     name = f"sync-{place(gpu, most)}"

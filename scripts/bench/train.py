@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import socket
 import statistics
 import sys
 import tempfile
@@ -37,6 +35,7 @@ from rlhpc.data.types import PackedBatch
 from rlhpc.reshard.families import ModelFacts, family_for
 from rlhpc.train.protocols import LossSpec
 from scripts.bench.machine import RESULTS, hardware, place, versions
+from scripts.bench.processes import on_ranks
 from scripts.bench.sync import QWEN3_30B
 from scripts.make_tiny_model import tiny_config
 
@@ -298,35 +297,14 @@ def slice_arguments(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def on_ranks(measured: Measured, args: argparse.Namespace, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def on_slice(measured: Measured, args: argparse.Namespace, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's configuration, and what `measured(model, args, device)`, called on all ranks, gave on the first."""
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder, "model")
         config = write_model(model, args.layers, device)
         if device == "cuda":
             torch.cuda.empty_cache()
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        torch.multiprocessing.spawn(_run_rank, (port, measured, model, args, device, folder), args.ranks)
-        return config, json.loads(Path(folder, "result.json").read_text())
-
-
-def _run_rank(
-    rank: int, port: int, measured: Measured, model: Path, args: argparse.Namespace, device: str, folder: str
-) -> None:
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    result = measured(model, args, device)
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+        return config, on_ranks(args.ranks, device, measured, model, args, device)
 
 
 def main() -> None:
@@ -336,7 +314,7 @@ def main() -> None:
     parser.add_argument("--suffix", default="", help="of the result's name")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config, result = on_ranks(measure_rank, args, device)
+    config, result = on_slice(measure_rank, args, device)
     facts = family_for(config).model_facts(config)
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     report = {

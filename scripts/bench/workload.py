@@ -5,27 +5,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rlhpc.metrics.jsonl import MetricsFile
 from scripts.bench.machine import ROOT
+from scripts.bench.processes import in_a_process_of_its_own
 from scripts.bench.prompts import CHAT_TOKENS, write_problems, write_tokenizer
 from scripts.bench.train import write_model
 
 FOLDER = ROOT / "outputs/bench/workload"
-
-
-def in_a_process_of_its_own(function: Callable[..., Any], *arguments: Any) -> Any:
-    """So that this one holds no memory of the device while a run has it."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
 
 
 @dataclass(frozen=True)
