@@ -11,6 +11,11 @@ GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
+def needs_reference(cfg: RunConfig) -> bool:
+    """Whether anything looks at the reference policy's logprobs."""
+    return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
+
+
 def algorithm_problems(cfg: RunConfig) -> Iterator[str]:
     """A line for every contradiction."""
     algorithm, n = cfg.algorithm, cfg.actor_rollout_ref.rollout.n

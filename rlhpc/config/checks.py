@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.config.algorithm import algorithm_problems
+from rlhpc.config.batch_fit import batch_problems, length_problems
 from rlhpc.config.critic import critic_problems
 from rlhpc.config.in_place import in_place_experts
 from rlhpc.config.keeping import kept_checkpoints
 from rlhpc.config.model_dir import made_by, read_model_config
-from rlhpc.config.model_fit import choose, engine_problems, model_problems, must_divide, trainer_problems
+from rlhpc.config.model_fit import choose, engine_problems, model_problems, trainer_problems
 from rlhpc.config.ranges import out_of_range, unknown_names
 from rlhpc.config.schedule import schedule_problems
 from rlhpc.config.schema import RunConfig
@@ -145,70 +146,11 @@ def _model(case: _Case) -> Iterator[str]:
 
 
 def _batches(case: _Case) -> Iterator[str]:
-    actor, rollout, data = case.cfg.actor_rollout_ref.actor, case.cfg.actor_rollout_ref.rollout, case.cfg.data
-    mini, batch = actor.ppo_mini_batch_size, data.train_batch_size
-    yield from must_divide(f"{_ACTOR}.ppo_mini_batch_size", mini, "data.train_batch_size", batch)
-    replicas = case.world_size // rollout.tensor_model_parallel_size
-    if data.draw_size < replicas:
-        yield (
-            f"{data.draw_key}={data.draw_size} is below the {replicas} "
-            f"rollout replicas (ranks / rollout tensor_model_parallel_size); set at least {replicas}"
-        )
-    if 0 < rollout.chunk_prompts < replicas:
-        yield (
-            f"{_ROLLOUT}.chunk_prompts={rollout.chunk_prompts} is below the {replicas} rollout "
-            f"replicas; set 0 or at least {replicas}"
-        )
-    model_parallel = actor.megatron.tensor_model_parallel_size * actor.megatron.pipeline_model_parallel_size
-    dp = max(1, case.world_size // model_parallel)
-    if mini * rollout.n % dp:
-        yield (
-            f"{_ACTOR}.ppo_mini_batch_size={mini} * rollout.n={rollout.n} = "
-            f"{mini * rollout.n} trajectories must be a multiple of the {dp} data-parallel ranks; set n "
-            f"or the mini-batch to a multiple of {dp}"
-        )
+    return batch_problems(case.cfg, case.world_size)
 
 
 def _lengths(case: _Case) -> Iterator[str]:
-    ref, data = case.cfg.actor_rollout_ref, case.cfg.data
-    longest = data.max_prompt_length + data.max_response_length
-    told = f"data: max_prompt_length={data.max_prompt_length} + max_response_length={data.max_response_length}"
-    limits = (
-        ("the model's max_position_embeddings", case.facts.max_positions, "shorten one of them"),
-        (
-            f"{_ROLLOUT}.max_model_len",
-            ref.rollout.max_model_len,
-            f"set it to {longest} or null",
-        ),
-        (f"{_ACTOR}.ppo_max_token_len_per_gpu", ref.actor.ppo_max_token_len_per_gpu, ""),
-        (
-            f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
-            ref.rollout.log_prob_max_token_len_per_gpu,
-            "",
-        ),
-        ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", ref.ref.log_prob_max_token_len_per_gpu, ""),
-    )
-    for name, limit, fix in limits:
-        if limit is not None and longest > limit:
-            yield f"{told} = {longest} tokens exceed {name}={limit}; {fix or f'set it to at least {longest}'}"
-    asked, positions = ref.rollout.max_model_len, case.facts.max_positions
-    if asked is not None and asked > positions:
-        yield (
-            f"{_ROLLOUT}.max_model_len={asked} exceeds the model's max_position_embeddings={positions}, where vLLM "
-            f"ends; set at most {positions}, or null"
-        )
-    if ref.rollout.max_num_batched_tokens < ref.rollout.max_num_seqs:
-        yield (
-            f"{_ROLLOUT}.max_num_seqs={ref.rollout.max_num_seqs} exceeds max_num_batched_tokens="
-            f"{ref.rollout.max_num_batched_tokens}; a decoding sequence takes one token of each engine step: "
-            f"set max_num_seqs to at most {ref.rollout.max_num_batched_tokens}"
-        )
-    graphs, most = ref.rollout.cudagraph_capture_sizes, ref.rollout.max_num_batched_tokens
-    if graphs is not None and not all(1 <= size <= most for size in graphs or [0]):
-        yield (
-            f"{_ROLLOUT}.cudagraph_capture_sizes={graphs} must be sizes of 1 to max_num_batched_tokens={most}; set "
-            "null for rlhpc's choice, or enforce_eager=true for no graphs"
-        )
+    return length_problems(case.cfg, case.facts)
 
 
 def _algorithm(case: _Case) -> Iterator[str]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhpc.config.batch_fit import mini_batch_problems, too_long
 from rlhpc.config.model_dir import read_model_config
-from rlhpc.config.model_fit import must_divide, recomputable
+from rlhpc.config.model_fit import recomputable
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError, ModelError
@@ -96,7 +97,10 @@ def critic_problems(cfg: RunConfig, model_config: Mapping[str, Any], world_size:
                 f"critic.megatron.{name}={size}: the critic has the actor's layout, where it is {wanted}; remove it, "
                 f"or set {_MEGATRON}.{name} too"
             )
-    yield from _batches(cfg, world_size)
+    critic = Critic.of(cfg)
+    yield from mini_batch_problems(cfg, "critic", critic.ppo_mini_batch_size, world_size)
+    for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
+        yield from too_long(cfg, f"critic.{name}", getattr(critic, name))
     if cfg.critic.model.path is not None:
         yield from _model(cfg, model_config, world_size)
 
@@ -119,26 +123,6 @@ def _switches(cfg: RunConfig) -> Iterator[str]:
             f"trainer.critic_warmup={cfg.trainer.critic_warmup} needs a critic; set algorithm.adv_estimator=gae "
             "(algorithm=ppo), or 0"
         )
-
-
-def _batches(cfg: RunConfig, world_size: int) -> Iterator[str]:
-    critic, data, actor, n = Critic.of(cfg), cfg.data, cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.n
-    mini, longest = critic.ppo_mini_batch_size, data.max_prompt_length + data.max_response_length
-    told = f"critic.ppo_mini_batch_size={mini}"
-    yield from must_divide("critic.ppo_mini_batch_size", mini, "data.train_batch_size", data.train_batch_size)
-    dp = max(1, world_size // (actor.megatron.tensor_model_parallel_size * actor.megatron.pipeline_model_parallel_size))
-    if mini * n % dp:
-        yield (
-            f"{told} * rollout.n={n} = {mini * n} trajectories must be a multiple of the {dp} data-parallel ranks; set "
-            f"n or the mini-batch to a multiple of {dp}"
-        )
-    for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
-        limit = getattr(critic, name)
-        if longest > limit:
-            yield (
-                f"data: max_prompt_length={data.max_prompt_length} + max_response_length={data.max_response_length} = "
-                f"{longest} tokens exceed critic.{name}={limit}; set it to at least {longest}"
-            )
 
 
 def _model(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int) -> Iterator[str]:

@@ -8,6 +8,7 @@ from math import prod
 from operator import sub
 from typing import Any
 
+from rlhpc.config.algorithm import needs_reference
 from rlhpc.config.critic import Critic, critic_model_config, needs_critic
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schema import RunConfig
@@ -80,14 +81,13 @@ def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMem
     critic = [elements(group, layout.world_size) for group in _split(_critic_specs(cfg, model_config))]
     engine = elements(rollout, layout.world_size)
     per_element = MOMENT_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
-    needs_reference = ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
     own = [0] * len(experts) if cfg.reshard.in_place_experts else experts  # in place they are the engine's alone
     return [
         RankMemory(
             trainer_weights=(dense[rank] + own[rank]) * size,
             gradients=(dense[rank] + experts[rank]) * GRADIENT_BYTES,
             optimizer=(dense[rank] // layout.dp + experts[rank] // layout.edp) * per_element,
-            reference_weights=(dense[rank] + experts[rank]) * size if needs_reference else 0,
+            reference_weights=(dense[rank] + experts[rank]) * size if needs_reference(cfg) else 0,
             rollout_weights=engine[rank] * size,
             critic_weights=sum(part[rank] for part in critic) * size,
             critic_gradients=sum(part[rank] for part in critic) * GRADIENT_BYTES,

@@ -16,6 +16,7 @@ from rlhpc.algorithms.groups import FEWEST_BATCHES, Groups, VaryingGroups
 from rlhpc.algorithms.kl import adapted_coef
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.cluster.stop import StopFlag, UpdateCut
+from rlhpc.config.algorithm import needs_reference
 from rlhpc.config.critic import Critic, needs_critic
 from rlhpc.config.schema import RefConfig, RolloutConfig, RunConfig
 from rlhpc.data.cursor import PromptCursor
@@ -63,7 +64,7 @@ class Run:
 
     @property
     def needs_reference(self) -> bool:
-        return self.cfg.actor_rollout_ref.actor.use_kl_loss or self.cfg.algorithm.use_kl_in_reward
+        return needs_reference(self.cfg)
 
     @property
     def replays_routing(self) -> bool:

@@ -28,6 +28,7 @@ from rlhpc.backends.megatron.state import load, saved, told_to_all
 from rlhpc.backends.megatron.trained import Model, TrainedModel
 from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.pieces import CRITIC_PREFIX
+from rlhpc.config.algorithm import needs_reference
 from rlhpc.config.critic import Critic, critic_model_config, needs_critic
 from rlhpc.config.model_fit import trainer_problems
 from rlhpc.config.parallel import trainer_layout
@@ -100,8 +101,9 @@ class MegatronTrainer:
         self.policy = TrainedModel(
             "actor", policy, source.specs, actor.optim, steps, overlap_grad_reduce=overlap, shared=shared
         )
-        needs_reference = actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
-        self._reference = self._build(PolicyModel, source).requires_grad_(False).eval() if needs_reference else None
+        self._reference = (
+            self._build(PolicyModel, source).requires_grad_(False).eval() if needs_reference(cfg) else None
+        )
         self.critic = self._build_critic(hf_config) if needs_critic(cfg) else None
         self._host = self._host_copy()
         if self._device.type == "cuda":
