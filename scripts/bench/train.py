@@ -321,7 +321,7 @@ def main() -> None:
         "command": " ".join(["python -m scripts.bench.train", *sys.argv[1:]]),
         "hardware": gpu or hardware(),
         "versions": versions("torch", "megatron-core", optional=("transformer-engine",)),
-        "model": f"{facts.num_layers} layers of {'Qwen3-30B-A3B' if gpu else 'the tiny model'}'s shape, random weights",
+        "model": f"{facts.model_type}, {facts.num_layers} layers of {facts.hidden_size}, {facts.num_experts} experts",
         **report_of(result, facts, args),
     }
     args.out.mkdir(parents=True, exist_ok=True)
