@@ -101,8 +101,9 @@ def write_plot(rows: Rows, path: Path) -> Path:
     figure = Figure(figsize=(4.5 * COLUMNS, 3.2 * height), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(height, COLUMNS).flat
+    names = _names(rows)
     for axes, (title, unit, metrics) in zip(panels, PANELS, strict=False):
-        _draw(axes, rows, [name for prefix in metrics for name in _names(rows, prefix)])
+        _draw(axes, rows, [name for metric in metrics for name in _below(names, metric)])
         axes.set(title=title, xlabel="step", ylabel=unit)
     _draw_time(panels[len(PANELS)], rows)
     for axes in panels:
@@ -144,9 +145,13 @@ def _draw_time(axes: Any, rows: Rows) -> None:
     axes.set(title="time of a step", xlabel="step", ylabel="s")
 
 
-def _names(rows: Rows, prefix: str) -> list[str]:
-    names = {name for row in rows for name in row}
-    return sorted(name for name in names if (name.startswith(prefix) if prefix.endswith("/") else name == prefix))
+def _names(rows: Rows) -> list[str]:
+    return sorted({name for row in rows for name in row})
+
+
+def _below(names: Sequence[str], metric: str) -> list[str]:
+    """The metric itself, or with a slash at its end all below it."""
+    return [name for name in names if name == metric or metric.endswith("/") and name.startswith(metric)]
 
 
 def _learning(rows: Rows) -> Iterator[str]:
@@ -158,8 +163,9 @@ def _learning(rows: Rows) -> Iterator[str]:
         "max": max,
     }
     yield f"{'metric':<40}" + "".join(f"{name:>12}" for name in columns)
-    for prefix in LEARNING:
-        for name in _names(rows, prefix):
+    names = _names(rows)
+    for metric in LEARNING:
+        for name in _below(names, metric):
             if values := series(rows, name)[1]:
                 yield f"{name:<40}" + "".join(f"{of(values):>12.5g}" for of in columns.values())
 

@@ -18,9 +18,7 @@ def config(**rollout: object) -> RunConfig:
 
 def test_tensor_parallel_size_must_divide_the_ranks() -> None:
     cfg = config(tensor_model_parallel_size=4)
-    with pytest.raises(
-        ConfigError, match=r"model_parallel_size=4 must divide the 6 ranks .*; choose 1, 2, 3, 6"
-    ):
+    with pytest.raises(ConfigError, match=r"model_parallel_size=4 must divide the 6 ranks .*; choose 1, 2, 3, 6"):
         VllmEngine(cfg, tiny_config(), Path("/model"), "cpu", 0, 6, "x")
 
 
