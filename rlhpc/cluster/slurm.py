@@ -306,11 +306,6 @@ def _requeue(command: str, job_id: str) -> None:
             raise
 
 
-def release(job_id: str) -> None:
-    """Lets a held job run."""
-    _run("scontrol", "release", job_id)
-
-
 def cancel(job_id: str, *, signal: str | None = None) -> None:
     """Ends a job, or sends its steps a signal such as KILL. No error when it is gone already."""
     _run("scancel", "--quiet", *([f"--signal={signal}"] if signal else []), job_id)

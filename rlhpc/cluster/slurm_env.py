@@ -23,7 +23,6 @@ class SlurmEnv:
     nodelist: str
     cpus_per_task: int | None
     array_task: int | None
-    submit_dir: str | None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> SlurmEnv:
@@ -44,7 +43,6 @@ class SlurmEnv:
             nodelist=nodelist,
             cpus_per_task=int(cpus) if (cpus := environ.get("SLURM_CPUS_PER_TASK")) else None,
             array_task=int(task) if array and task else None,
-            submit_dir=environ.get("SLURM_SUBMIT_DIR"),
         )
 
     @property

@@ -27,7 +27,6 @@ ENV = SlurmEnv(
     nodelist="n[1-3]",
     cpus_per_task=1,
     array_task=None,
-    submit_dir=None,
 )
 
 
