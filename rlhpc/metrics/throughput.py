@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 # Families with grouped-query or latent attention and gated MLPs, which is what the counts below assume.
-FAMILIES = ("deepseek_v3", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+FAMILIES = (
+    "deepseek_v3", "kimi_k2", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+)  # fmt: skip
 
 # Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets (SXM unless named; half the figure "with sparsity").
 PEAK_BF16_FLOPS = {

@@ -22,10 +22,27 @@ def check_model_files(cfg: RunConfig, model_config: Mapping[str, Any]) -> None:
     model_dir = Path(cfg.actor_rollout_ref.model.path)
     check_hf(model_dir, family_for(model_config).canonical_tensors(model_config))
     eos_token_ids(model_dir, model_config)
+    _check_tokenizer(model_dir, trusted=cfg.actor_rollout_ref.model.trust_remote_code)
     if needs_critic(cfg) and cfg.critic.model.path is not None:
         critic_dir, critic_config = Path(cfg.critic.model.path), critic_model_config(cfg, model_config)
         check_hf(critic_dir, family_for(critic_config).canonical_tensors(critic_config))
         _check_same_tokens(model_dir, critic_dir)
+
+
+def _check_tokenizer(model_dir: Path, *, trusted: bool) -> None:
+    """One that is code of the directory's own (Kimi-K2's, Moonlight's) isn't run unasked."""
+    file = model_dir / "tokenizer_config.json"
+    if trusted or not file.is_file() or (model_dir / "tokenizer.json").is_file():
+        return
+    try:
+        own = json.loads(file.read_text()).get("auto_map", {}).get("AutoTokenizer")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{file} can't be read as a tokenizer's settings ({error!r}); copy it again") from error
+    if own:
+        raise ModelError(
+            f"{model_dir} has a tokenizer of its own code ({file.name}: AutoTokenizer={own!r}); read that, and set "
+            "actor_rollout_ref.model.trust_remote_code=true to run it"
+        )
 
 
 def _check_same_tokens(policy: Path, critic: Path) -> None:

@@ -4,7 +4,7 @@ parameters."""
 from __future__ import annotations
 
 from rlhpc.errors import ModelError
-from rlhpc.reshard.families.deepseek_v3 import DEEPSEEK_V3
+from rlhpc.reshard.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from rlhpc.reshard.families.facts import HfConfig, ModelFacts
 from rlhpc.reshard.families.family import Family, padded_vocab_size
 from rlhpc.reshard.families.llama import LLAMA
@@ -16,7 +16,7 @@ from rlhpc.reshard.families.qwen3_moe import QWEN3_MOE
 __all__ = ["FAMILIES", "Family", "HfConfig", "ModelFacts", "family_for", "model_facts", "padded_vocab_size"]
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (DEEPSEEK_V3, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
+    family.model_type: family for family in (DEEPSEEK_V3, KIMI_K2, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
 }
 
 

@@ -1,5 +1,6 @@
-"""DeepSeek-V3 and R1, Moonlight, and others of their shape: latent attention, some dense layers before those with
-experts, experts that every token goes through beside those that a router chooses by sigmoids and correction biases."""
+"""DeepSeek-V3 and R1, Moonlight, Kimi-K2, and others of their shape: latent attention, some dense layers before those
+with experts, experts that every token goes through beside those that a router chooses by sigmoids and correction
+biases."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ def model_facts(hf_config: HfConfig) -> ModelFacts:
     for key, needed in REQUIRED.items():
         if hf_config.get(key) != needed:
             raise ModelError(
-                f"config.json: {key}={hf_config.get(key)!r} is not supported for deepseek_v3; set {needed!r} if the "
-                "model was trained so, as DeepSeek-V3's own config.json says"
+                f"config.json: {key}={hf_config.get(key)!r} is not supported for {hf_config['model_type']}; "
+                f"set {needed!r} if the model was trained so, as DeepSeek-V3's own config.json says"
             )
     for key in ("q_lora_rank", "first_k_dense_replace"):  # Transformers takes DeepSeek-V3's own where one is absent
         if key not in hf_config:
-            raise ModelError(f"config.json of deepseek_v3 lacks {key}")
+            raise ModelError(f"config.json of {hf_config['model_type']} lacks {key}")
     for key, allowed in (("moe_layer_freq", (None, 1)), ("rope_interleave", (None, True)), ("index_topk", (None,))):
         refuse(hf_config, key, allowed)
     latent = LatentAttention(
@@ -108,3 +109,5 @@ DEEPSEEK_V3 = Family(
     ),
     dense_layer=(latent_attention, dense_mlp),
 )
+# vLLM (0.24, 0.32) reads it with the same classes; Transformers has none of its own.
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")

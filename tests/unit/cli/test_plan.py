@@ -44,6 +44,17 @@ def test_published_size_of_deepseek_v3():
     assert round(active / 1e9, 1) == 37.6  # its 37B leaves the embedding's lookup out
 
 
+def test_published_size_of_kimi_k2():
+    kimi = DEEPSEEK_V3 | {
+        "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "first_k_dense_replace": 1,
+        "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "vocab_size": 163840,
+    }  # fmt: skip
+    total, active = parameter_counts(kimi)
+    assert total - active == 60 * 376 * 3 * 2048 * 7168  # 376 of 384 experts idle in each layer that has some
+    assert round(total / 1e9) == 1026  # its 1T
+    assert round(active / 1e9) in (32, 33)  # its 32B leaves the embedding's lookup out
+
+
 def config(world_size, dtype, checkpoint=None, cluster=None, **megatron):
     cfg = {
         "actor_rollout_ref": {

@@ -309,6 +309,20 @@ def test_files_of_a_critic_are_looked_at_too(world: Path) -> None:
     check_model_files(cfg, model_config(world))
 
 
+def test_a_tokenizer_that_is_code(world: Path) -> None:
+    """As Kimi-K2's and Moonlight's are; Transformers would ask on the terminal."""
+    cfg, model_dir = config(world), world / "model"
+    (model_dir / "tokenizer.json").unlink()
+    auto_map = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map}))
+    with pytest.raises(
+        ModelError, match=r"tokenization_kimi.*; read that, and set \S+trust_remote_code=true to run it"
+    ):
+        check_model_files(cfg, model_config(world))
+    cfg.actor_rollout_ref.model.trust_remote_code = True
+    check_model_files(cfg, model_config(world))
+
+
 def test_a_new_critic_is_told_of(world: Path) -> None:
     cfg = config(world, algorithm={"adv_estimator": "gae"})
     critic = "          the critic with the weights of model, its head at 0"
