@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhpc.config.algorithm import algorithm_problems
 from rlhpc.config.batch_fit import batch_problems, length_problems
 from rlhpc.config.critic import critic_problems
-from rlhpc.config.in_place import in_place_experts
-from rlhpc.config.keeping import kept_checkpoints
+from rlhpc.config.in_place import in_place_problems
+from rlhpc.config.keeping import keeping_problems
 from rlhpc.config.model_dir import made_by, read_model_config
 from rlhpc.config.model_fit import choose, engine_problems, model_problems, trainer_problems
 from rlhpc.config.ranges import out_of_range, unknown_names
@@ -20,9 +19,6 @@ from rlhpc.config.schedule import schedule_problems
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import ConfigError, DataError, raise_problems
 from rlhpc.layout.parallel import divisors
-
-if TYPE_CHECKING:
-    from rlhpc.reshard.families import ModelFacts
 
 SBATCH_OWN = {  # options of sbatch that follow from other keys
     "nodes": "cluster.nodes",
@@ -47,14 +43,6 @@ SBATCH_OWN = {  # options of sbatch that follow from other keys
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MEGATRON, _ROLLOUT_TP = f"{_ACTOR}.megatron", f"{_ROLLOUT}.tensor_model_parallel_size"
-
-
-@dataclass(frozen=True)
-class _Case:
-    cfg: RunConfig
-    facts: ModelFacts
-    world_size: int
-    device: str  # cpu | cuda | auto: not known yet
 
 
 def check_run(cfg: RunConfig) -> dict[str, Any]:
@@ -92,10 +80,24 @@ def check(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int, *, d
 
     problems = [*out_of_range(cfg), *unknown_names(cfg)]
     if not problems:  # the arithmetic below wants sizes of at least 1
-        case = _Case(cfg, model_facts(model_config), world_size, device or cfg.trainer.device)
-        problems = [problem for rule in _RULES for problem in rule(case)]
-        problems += critic_problems(cfg, model_config, world_size)
-        problems = problems or [*in_place_experts(cfg, model_config, world_size)]
+        facts, device = model_facts(model_config), device or cfg.trainer.device
+        problems = [
+            *_layout(cfg, world_size, device),
+            *trainer_problems(cfg),
+            *engine_problems(cfg, facts, world_size, device),
+            *model_problems(cfg, facts, device),
+            *batch_problems(cfg, world_size),
+            *length_problems(cfg, facts),
+            *algorithm_problems(cfg),
+            *_trainer(cfg),
+            *schedule_problems(cfg),
+            *keeping_problems(cfg),
+            *_reward(cfg),
+            *_launch(cfg),
+            *critic_problems(cfg, model_config, world_size),
+        ]
+    if not problems:
+        problems = [*in_place_problems(cfg, model_config, world_size)]
     raise_problems(problems)
 
 
@@ -112,16 +114,12 @@ def _check_files(cfg: RunConfig) -> None:
             raise DataError(f"{key}: {error}{f'; {made}' if made else ''}") from error
 
 
-def _layout(case: _Case) -> Iterator[str]:
-    megatron, ranks = case.cfg.actor_rollout_ref.actor.megatron, case.world_size
+def _layout(cfg: RunConfig, ranks: int, device: str) -> Iterator[str]:
+    megatron, per_node = cfg.actor_rollout_ref.actor.megatron, cfg.trainer.n_gpus_per_node
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
-    rollout_tp, per_node = (
-        case.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size,
-        case.cfg.trainer.n_gpus_per_node,
-    )
+    rollout_tp = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
     where = f"the {ranks} ranks (trainer.nnodes * trainer.n_gpus_per_node)"
-    yield from trainer_problems(case.cfg)
     if ranks % (tp * pp):
         yield (
             f"{_MEGATRON}: tensor_model_parallel_size={tp} * pipeline_model_parallel_size={pp} = {tp * pp} "
@@ -133,38 +131,21 @@ def _layout(case: _Case) -> Iterator[str]:
             f"pipeline_model_parallel_size={pp} = {ep * etp * pp} must divide {where}; "
             f"{choose(divisors(ranks))} as their product"
         )
-    yield from engine_problems(case.cfg, case.facts, ranks, case.device)
-    if case.device == "cuda" and case.cfg.trainer.nnodes > 1 and per_node % rollout_tp and rollout_tp % per_node:
+    if device == "cuda" and cfg.trainer.nnodes > 1 and per_node % rollout_tp and rollout_tp % per_node:
         yield (
             f"{_ROLLOUT_TP}={rollout_tp} must divide trainer.n_gpus_per_node={per_node} or be a multiple of it: a "
             f"replica has a part of a node or whole nodes; {choose(divisors(per_node))}"
         )
 
 
-def _model(case: _Case) -> Iterator[str]:
-    return model_problems(case.cfg, case.facts, case.device)
-
-
-def _batches(case: _Case) -> Iterator[str]:
-    return batch_problems(case.cfg, case.world_size)
-
-
-def _lengths(case: _Case) -> Iterator[str]:
-    return length_problems(case.cfg, case.facts)
-
-
-def _algorithm(case: _Case) -> Iterator[str]:
-    return algorithm_problems(case.cfg)
-
-
-def _trainer(case: _Case) -> Iterator[str]:
-    trainer, data = case.cfg.trainer, case.cfg.data
+def _trainer(cfg: RunConfig) -> Iterator[str]:
+    trainer, data = cfg.trainer, cfg.data
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
         yield (
             f"trainer.resume_mode={trainer.resume_mode} with resume_from_path={trainer.resume_from_path}; "
             "set both (resume_mode=resume_path) or neither"
         )
-    resume = case.cfg.resume
+    resume = cfg.resume
     if resume.from_ is not None and trainer.resume_from_path is not None:
         yield (
             f"resume.from={resume.from_} and trainer.resume_from_path={trainer.resume_from_path} mean the same; set "
@@ -174,20 +155,15 @@ def _trainer(case: _Case) -> Iterator[str]:
         yield f"resume.what={resume.what} needs something to take from; set resume.from, or resume.what=all"
     if trainer.test_freq > 0 and not data.val_files:
         yield f"trainer.test_freq={trainer.test_freq} needs data.val_files; give them, or set test_freq=-1"
-    yield from schedule_problems(case.cfg)
     if not trainer.balance_batch:
         yield "trainer.balance_batch=false is not available: packing always evens out tokens; set true"
 
 
-def _checkpoint(case: _Case) -> Iterator[str]:
-    return kept_checkpoints(case.cfg)
-
-
-def _reward(case: _Case) -> Iterator[str]:
+def _reward(cfg: RunConfig) -> Iterator[str]:
     from rlhpc.rewards import REWARDS
     from rlhpc.rewards.source import problem
 
-    name = case.cfg.reward.name
+    name = cfg.reward.name
     file, custom, function = (name or "").rpartition(":")
     if custom and not Path(file).is_file():
         yield f"reward.name={name}: there is no file {Path(file).absolute()}; give PATH/FILE.py:FUNCTION"
@@ -197,8 +173,8 @@ def _reward(case: _Case) -> Iterator[str]:
         yield f"reward.name={name!r} is unknown; choose {', '.join(sorted(REWARDS))} or FILE.py:FUNCTION"
 
 
-def _launch(case: _Case) -> Iterator[str]:
-    launch, cluster, nodes = case.cfg.launch, case.cfg.cluster, case.cfg.trainer.nnodes
+def _launch(cfg: RunConfig) -> Iterator[str]:
+    launch, cluster, nodes = cfg.launch, cfg.cluster, cfg.trainer.nnodes
     if launch.mode == "local" and nodes > 1:
         yield f"trainer.nnodes={nodes} needs launch=slurm, or launch=allocation inside a job; set 1 to train here"
     if launch.mode == "slurm" and launch.time_min is not None and launch.stop_lead_s >= launch.time_min * 60:
@@ -211,16 +187,3 @@ def _launch(case: _Case) -> Iterator[str]:
             yield f"cluster.sbatch.{option}={value}: set {instead} instead"
         elif not isinstance(value, (str, int, float, bool, type(None))):
             yield f"cluster.sbatch.{option}={value} must be a text, a number, or true for an option without a value"
-
-
-_RULES: tuple[Callable[[_Case], Iterator[str]], ...] = (
-    _layout,
-    _model,
-    _batches,
-    _lengths,
-    _algorithm,
-    _trainer,
-    _checkpoint,
-    _reward,
-    _launch,
-)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _TOLD = "reshard.in_place_experts=true"
 
 
-def in_place_experts(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int) -> Iterator[str]:
+def in_place_problems(cfg: RunConfig, model_config: Mapping[str, Any], world_size: int) -> Iterator[str]:
     """A line for everything that keeps the experts from being shared, where the configuration asks for it."""
     from rlhpc.reshard.families import model_facts
 

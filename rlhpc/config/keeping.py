@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rlhpc.config.schema import RunConfig
 
 
-def kept_checkpoints(cfg: RunConfig) -> Iterator[str]:
+def keeping_problems(cfg: RunConfig) -> Iterator[str]:
     """A line for every contradiction among which checkpoints are to be kept and which steps are saved and validated."""
     checkpoint, trainer = cfg.checkpoint, cfg.trainer
     if checkpoint.keep_every and (trainer.save_freq < 1 or checkpoint.keep_every % trainer.save_freq):
