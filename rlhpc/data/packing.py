@@ -102,11 +102,11 @@ def unpack(batch: PackedBatch, *values: torch.Tensor) -> tuple[torch.Tensor, ...
     least 1.
 
     Row s column j speaks of the j-th response token of sequence s. Differentiable; padding is 0 and passes no
-    gradient back, whatever stands at the unused positions. Waits for the device, once for all values.
+    gradient back, whatever stands at the unused positions.
     """
-    device = values[0].device
-    starts, response_lens = (part.to(device) for part in _response_spans(batch))
-    columns = torch.arange(max(1, int(response_lens.max())), device=device)
+    device, spans = values[0].device, _response_spans(batch)
+    columns = torch.arange(max(1, int(spans[1].max())), device=device)
+    starts, response_lens = (part.to(device, non_blocking=True) for part in spans)
     inside = columns < response_lens[:, None]
     positions = torch.where(inside, starts[:, None] + columns, 0)
     return inside.float(), *(torch.where(inside, value[positions], 0) for value in values)

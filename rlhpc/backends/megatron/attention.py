@@ -48,7 +48,7 @@ class PackedSequences(PackedSeqParams):
         spans = sorted(zip(bounds, bounds[1:], strict=False), key=lambda span: span[1] - span[0])
         lengths = [stop - start for start, stop in spans]
         # Made there: a copy of this size would wait for all that comes from host memory (offload.py).
-        starts, counts = torch.tensor([[start for start, _ in spans], lengths], device=device)
+        starts, counts = torch.tensor([[start for start, _ in spans], lengths]).to(device, non_blocking=True)
         order = torch.arange(sum(lengths), device=device)
         order += torch.repeat_interleave(starts - counts.cumsum(0) + counts, counts, output_size=len(order))
         input_ids, position_ids = batch.input_ids[order], batch.position_ids[order]
@@ -57,7 +57,7 @@ class PackedSequences(PackedSeqParams):
             position_ids = torch.cat([position_ids, torch.arange(filler, device=device)])
             lengths.append(filler)
         angles = (position_ids.float()[:, None] * frequencies).repeat(1, 2)[:, None]
-        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,

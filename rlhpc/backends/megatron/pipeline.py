@@ -16,6 +16,7 @@ from rlhpc.backends.megatron.attention import PackedSequences
 from rlhpc.backends.megatron.model import Decoder
 from rlhpc.data.types import PackedBatch
 
+OF_TOKENS = ("input_ids", "position_ids", "loss_mask", "experts")
 OfHidden = Callable[[torch.Tensor, PackedBatch, PackedSequences], torch.Tensor]
 
 
@@ -60,11 +61,12 @@ def per_token(module: Decoder, batches: Sequence[PackedBatch], of_hidden: OfHidd
 
 
 def on_device(batches: Sequence[PackedBatch], device: torch.device) -> list[PackedBatch]:
+    """With what there is for each token. What there is for each sequence is read on the host, and stays there."""
     move = partial(torch.Tensor.to, device=device, non_blocking=True)
     return [
         replace(
             batch,
-            **{name: move(value) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)},
+            **{name: move(value) for name in OF_TOKENS if (value := getattr(batch, name)) is not None},
             token_fields={name: move(value) for name, value in batch.token_fields.items()},
         )
         for batch in batches
