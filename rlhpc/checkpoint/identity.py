@@ -121,7 +121,8 @@ def refuse_another(directory: Path, config: Mapping[str, Any], model_config: Map
     if binding:
         raise CheckpointError(
             "\n  ".join([f"run_dir={directory} belongs to a run with other settings:", *shown(binding)]) + "\n"
-            "choose another run_dir, or restore these settings to go on with that run "
+            "restore these settings to go on with that run, or choose another run_dir, where resume.from="
+            f"{directory} begins with this one's state and most settings may differ "
             f"(free to change: parallel sizes, microbatches, the machine, {', '.join(FREE[len(LAYOUT) :])})"
         )
 

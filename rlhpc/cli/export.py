@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from rlhpc.checkpoint.durable import free_bytes, fsync
-from rlhpc.checkpoint.manifest import CheckpointManifest, read_manifest
+from rlhpc.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, read_manifest
 from rlhpc.checkpoint.origin import last_start
 from rlhpc.checkpoint.pieces import ITEM_BYTES
 from rlhpc.cli.checkpoints import Checkpoints, byte_progress, find
@@ -111,6 +111,8 @@ def _appearing_whole(target: Path, needed_bytes: int) -> Iterator[Path]:
     place = target.resolve()
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
         raise ConfigError(f"{target} exists and is no empty directory; choose another, or remove it")
+    if inside := next((parent for parent in place.parents if (parent / MANIFEST_NAME).exists()), None):
+        raise ConfigError(f"{target} would be in the checkpoint {inside}, and be deleted with it; choose another place")
     if place.is_mount():  # can't be renamed onto
         raise ConfigError(f"{target} is where a file system is mounted; choose a directory in it: {target / 'model'}")
     partial = place.with_name(f"{place.name}.partial")

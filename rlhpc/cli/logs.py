@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from rlhpc.cli import jobs as slurm_jobs
 from rlhpc.cli.runs import Run
@@ -192,7 +193,7 @@ def _none_of(run: Run, selection: Selection) -> str:
         return f"job {run.job_id} has printed nothing yet; see why it waits with: rlhpc status {run.directory}"
     return (
         f"{run.directory} is a local run, which prints to its own terminal; its ranks' logs are shown with "
-        f"--rank: rlhpc logs --rank 0 {run.directory}"
+        f"--rank: rlhpc logs --rank 0 {quote(str(run.directory))}"
     )
 
 

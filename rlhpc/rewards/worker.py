@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from numbers import Real
@@ -93,7 +94,7 @@ class _Evaluator:
         file, _, function = name.rpartition(":")
         try:
             reward = load_reward(Path(file), function) if file else REWARDS[name]
-            inspect.signature(reward).bind("", "", **self.kwargs)
+            _fit(reward, self.kwargs)
             self.loaded[name] = partial(reward, **self.kwargs)
             if not file:
                 self.loaded[name]("1", "1")  # loads what the rule needs and checks the values of its kwargs
@@ -108,6 +109,19 @@ class _Evaluator:
         if not isinstance(score, Real) or not math.isfinite(score):
             return None, f"reward {name} returned {score!r:.100}, must be a finite number"
         return float(score), ""
+
+
+def _fit(reward: Reward, kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a reward can't be called as all are."""
+    signature = inspect.signature(reward)
+    try:
+        signature.bind("", "", **kwargs)
+    except TypeError as error:
+        given = "".join(f", {name}={value!r}" for name, value in kwargs.items())
+        raise ConfigError(
+            f"it is called with (completion, ground_truth{given}), and takes {signature}: {error}; "
+            "mend reward.kwargs, or write a function that takes these and calls it, as for a compute_score of verl's"
+        ) from error
 
 
 def _describe(error: Exception) -> str:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from rlhpc.checkpoint.writer import Writer
 from rlhpc.cluster.attempt import EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, NO_LOCKS, Attempt
@@ -54,9 +55,8 @@ def run(cfg: RunConfig) -> int:
 def run_lock(directory: Path, attempt: Attempt | None = None) -> Iterator[None]:
     """One driver per run directory, as far as the file system carries locks between nodes; beyond, the checkpoints'
     owner decides. The lock goes with the process, whatever ends it. A newer attempt doesn't wait for an older one."""
-    directory.mkdir(parents=True, exist_ok=True)
     writer = Writer.current(attempt.name if attempt else "")
-    with (directory / ".lock").open("a+") as lock:
+    with _lock_file(directory) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -74,6 +74,17 @@ def run_lock(directory: Path, attempt: Attempt | None = None) -> Iterator[None]:
         lock.write(f"{os.getpid()} {writer}")
         lock.flush()
         yield
+
+
+def _lock_file(directory: Path) -> TextIO:
+    """Opened, in a directory that is made where it is missing. Raises ConfigError where that can't be."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return (directory / ".lock").open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir={directory} can't be made or written to: {error.strerror}; choose a directory that you may write to"
+        ) from error
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -43,7 +43,9 @@ def test_the_rest_is_listed_with_old_and_new(tmp_path: Path) -> None:
         "  config.seed: 0 -> 3",
         "  model.hidden_size: 128 -> 256",
     ]
-    assert "choose another run_dir" in lines[-1] and "trainer.save_freq" in lines[-1]
+    assert (
+        f"choose another run_dir, where resume.from={tmp_path} begins" in lines[-1] and "trainer.save_freq" in lines[-1]
+    )
     assert (tmp_path / "run.json").read_text() == before
 
 

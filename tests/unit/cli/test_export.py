@@ -160,6 +160,9 @@ def test_nothing_of_the_users_is_overwritten(
     for name in ("full", "file"):
         assert main(["export", str(run), str(tmp_path / name)]) == 2
         assert f"{name} exists and is no empty directory; choose another, or remove it" in capsys.readouterr().err
+    (newest,) = sorted(run.glob("checkpoints/step-*"))[-1:]
+    assert main(["export", str(run), str(newest / "model")]) == 2
+    assert f"would be in the checkpoint {newest}, and be deleted with it" in capsys.readouterr().err
     (tmp_path / "late.partial").mkdir()
     (tmp_path / "late.partial/notes.txt").write_text("mine")
     assert main(["export", str(run), str(tmp_path / "late")]) == 2

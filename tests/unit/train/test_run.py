@@ -60,3 +60,14 @@ def test_the_lock_goes_with_its_process(holder: tuple[str, int], tmp_path: Path)
         pass
     with run_lock(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("name", ["a_file", "a_file/run", "/proc/run"])
+def test_a_run_directory_that_cant_be_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a_file").write_text("mine")
+    with (
+        pytest.raises(ConfigError, match="run_dir=.* can't be made or written to: .*; choose"),
+        run_lock(tmp_path / name),
+    ):
+        pass
+    assert (tmp_path / "a_file").read_text() == "mine"
