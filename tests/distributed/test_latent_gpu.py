@@ -15,6 +15,8 @@ from tests.distributed.megatron_reference import transformers_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_families import MOONLIGHT, YARN
 from tests.distributed.test_megatron_gpu import check_step
+from tests.fp8_files import quantise_directory
+from tests.hf_files import read_tensors
 from tests.tiny_family import write_tiny_family
 
 pytestmark = [
@@ -52,7 +54,9 @@ def test_a_step_equals_transformers_on_a_cpu(models: dict[str, Path]) -> None:
 
 
 def test_engine_and_trainer_agree_before_and_after_training(models: dict[str, Path], tmp_path: Path) -> None:
-    """In bfloat16, the only one of our dtypes that vLLM's kernels have; with CUDA graphs and without."""
+    """In bfloat16, the only one of our dtypes that vLLM's kernels have; with CUDA graphs and without; one from fp8."""
+    plain = models["deepseek"]
+    models = models | {"deepseek": quantise_directory(plain, tmp_path / "fp8", (128, 128))}
     engine = {"gpu_memory_utilization": 0.3, "max_num_seqs": 16}
     cases = {
         name: Case(path, {}, 1, "cuda", "bfloat16", engine | {"enforce_eager": name == "moonlight"})
@@ -65,3 +69,6 @@ def test_engine_and_trainer_agree_before_and_after_training(models: dict[str, Pa
             gaps = np.concatenate([np.abs(sample["trainer"] - sample["engine"]) for sample in found])
             print(f"{name} {stage}: mean {gaps.mean():.4f}, 95 % {np.quantile(gaps, 0.95):.4f}, most {gaps.max():.3f}")
             assert gaps.mean() < 0.05 and np.mean(gaps > 0.3) <= 0.05
+    loaded = read_tensors(tmp_path / "deepseek/loaded")
+    for name, tensor in read_tensors(plain).items():
+        assert torch.equal(loaded[name], tensor.to(loaded[name].dtype)), name
