@@ -83,7 +83,7 @@ def _lock_file(directory: Path) -> TextIO:
         return (directory / ".lock").open("a+")
     except OSError as error:
         raise ConfigError(
-            f"run_dir={directory} can't be made or written to: {error.strerror}; choose a directory that you may write to"
+            f"run_dir={directory} can't be made or written to: {error.strerror}; choose another"
         ) from error
 
 
