@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +11,7 @@ from rlhpc.config.critic import Critic, critic_model_config, needs_critic
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schedule import updates_per_step
 from rlhpc.config.schema import RunConfig
+from rlhpc.memory.device import KvCache, activations, doubtful, gpu_bytes, kv_cache, microbatch, phases
 from rlhpc.memory.reads import describe_reads
 from rlhpc.memory.state import (
     NodeMemory,
@@ -22,6 +23,7 @@ from rlhpc.memory.state import (
     readable,
     routing_bytes,
 )
+from rlhpc.reshard.families import model_facts
 
 
 def describe(cfg: RunConfig, model_config: Mapping[str, Any]) -> str:
@@ -59,8 +61,11 @@ def _lines(cfg: RunConfig, model_config: Mapping[str, Any]) -> Iterator[str]:
     yield from describe_reads(cfg, model_config)
     yield f"writes    {cfg.run_dir}"
     yield ""
-    yield from _memory_table(memory := rank_memory(cfg, model_config))
-    yield from _node_table(node_memory(cfg, model_config, device := device_of(cfg), memory), device)
+    memory, device = rank_memory(cfg, model_config), device_of(cfg)
+    rank = max(range(len(memory)), key=lambda r: memory[r].total)
+    yield from _memory_table(rank, memory[rank])
+    yield from _working_table(cfg, model_config, memory[rank], device)
+    yield from _node_table(node_memory(cfg, model_config, device, memory), device)
 
 
 def _of_critic(cfg: RunConfig) -> str:
@@ -71,13 +76,40 @@ def _of_critic(cfg: RunConfig) -> str:
     return f", the critic's {updates_per_step(cfg, Critic.of(cfg))} before them{alone}"
 
 
-def _memory_table(memory: Sequence[RankMemory]) -> Iterator[str]:
-    rank = max(range(len(memory)), key=lambda r: memory[r].total)
-    fullest = memory[rank]
+def _memory_table(rank: int, fullest: RankMemory) -> Iterator[str]:
     yield f"memory of the fullest rank ({rank}), without activations and KV cache"
     rows = {name: size for name, size in asdict(fullest).items() if size or not name.startswith("critic")}
     for name, num_bytes in [*rows.items(), ("total", fullest.total)]:
         yield f"  {name.replace('_', ' '):<18}{readable(num_bytes):>12}"
+
+
+def _working_table(cfg: RunConfig, model_config: Mapping[str, Any], rank: RankMemory, device: str) -> Iterator[str]:
+    """Activations, KV cache and, on GPUs, each phase of a step against the card's memory; and what doesn't fit."""
+    gpu = gpu_bytes(cfg) if device == "cuda" else None
+    yield "working memory of a rank, at most"
+    for name, (made, _) in activations(cfg, model_config, device).items():
+        tokens = microbatch(cfg, cfg.actor_rollout_ref.actor if name == "policy" else Critic.of(cfg)).tokens
+        yield f"  {f'{name} activations':<18}{readable(made.kept):>12}  kept for the backward of {tokens} tokens"
+        if made.head or made.layer:
+            what = "logits and their gradients" if made.head > made.layer else "a layer's backward"
+            yield f"  {'':<18}{readable(max(made.head, made.layer)):>12}  beside them: {what}"
+    cache = kv_cache(cfg, model_facts(model_config), rank, device, gpu)
+    yield f"  {'KV cache':<18}{readable(cache.token_bytes):>12}  a token{_holds(cache)}"
+    if device == "cuda":
+        known = f"of {readable(gpu)}" if gpu else "cluster.gpu_memory_gib would say whether it fits"
+        yield f"GPU of the fullest rank by phase, about; {known}"
+        for name, size in phases(cfg, model_config, rank, gpu).items():
+            yield f"  {name:<18}{readable(size):>12}{'  too much' if gpu and size > gpu else ''}"
+    for problem in doubtful(cfg, model_config, device):
+        yield f"warning   {problem}"
+
+
+def _holds(cache: KvCache) -> str:
+    if cache.room is None or cache.sequences is None:
+        return ""
+    tokens = max(0, cache.room) // cache.token_bytes
+    sequences = f"{cache.sequences:,.0f}" if cache.sequences >= 10 else f"{cache.sequences:.1f}"
+    return f"; {tokens:,} tokens are {sequences} sequences of {cache.longest} (max_num_seqs={cache.at_once})"
 
 
 def _node_table(node: NodeMemory, device: str) -> Iterator[str]:

@@ -89,6 +89,7 @@ ABOVE_0 = (
     f"{_ROLLOUT}.cpu_kv_cache_gib",
     "reward.timeout_s",
     "cluster.collective_timeout_s",
+    "cluster.gpu_memory_gib",
     "cluster.memory_gib_per_node",
     "cluster.start_timeout_s",
 )

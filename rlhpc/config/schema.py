@@ -317,6 +317,7 @@ class ClusterConfig:
     exclude: str | None = None  # not these nodes
     exclusive: bool = False  # whole nodes, shared with nobody
     cpus_per_node: int | None = None  # CPUs asked of Slurm; None: cpus_per_rank a rank, and 2 more
+    gpu_memory_gib: float | None = None  # of one GPU, with which the plan compares; None: of a GPU here, if any
     memory_gib_per_node: float | None = None  # asked of Slurm, GiB; None: its default, with exclusive all of a node's
     sbatch: dict[str, Any] = field(default_factory=dict)  # further options of sbatch: {comment: text, mail-type: END}
     setup: list[str] = field(default_factory=list)  # shell lines before the program, for all nodes: module load cuda

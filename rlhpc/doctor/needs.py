@@ -18,6 +18,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.doctor.finding import Finding, judged, refusal
 from rlhpc.doctor.machine import Wanted
 from rlhpc.errors import RlhpcError, SlurmError
+from rlhpc.memory.device import doubtful, impossible
 from rlhpc.memory.state import checkpoint_bytes, kept_on_host, node_memory, rank_memory, readable, too_little_memory
 from rlhpc.train.model_files import check_model_files
 from rlhpc.train.start import check_start, describe_start
@@ -40,6 +41,8 @@ def needs(cfg: RunConfig, wanted: list[Wanted]) -> Iterator[Finding]:
     found = f"trainer {readable(model.trainer)}, engine {readable(model.engine)}, without activations and KV cache"
     yield Finding("a rank's memory", "ok", found)
     yield from (refusal("memory of a node", line) for line in too_little_memory(cfg, model_config, device_of(cfg)))
+    yield from (refusal("a rank's memory", line) for line in impossible(cfg, model_config, device_of(cfg)))
+    yield from (refusal("a rank's memory", line, "warning") for line in doubtful(cfg, model_config, device_of(cfg)))
     yield from _model_files(cfg, model_config)
     yield from _run_directory(cfg, model_config)
     yield from _places(cfg, model_config)
