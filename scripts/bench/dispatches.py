@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.bench.machine import RESULTS, hardware, versions
+from scripts.bench.processes import on_ranks
 
 MIXTURE = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 576, "intermediate_size": 1536,
@@ -125,15 +125,16 @@ def take_cudas_branches(counted: Dispatches) -> None:
     attention.PackedAttention.attend = attend
 
 
-def count(layers: int, counted: Dispatches, config: dict[str, Any], microbatches: int) -> Count:
-    """Of one step."""
-    from megatron.core import parallel_state
+def count(layers: int, config: dict[str, Any], microbatches: int) -> list[tuple[str, str, int]]:
+    """Of one step of a world of one rank."""
     from safetensors.torch import save_file
 
     from rlhpc.reshard.families import family_for
     from rlhpc.train.protocols import LossSpec
     from scripts.bench.train import batches_of, build, sequences
 
+    counted = Dispatches()
+    take_cudas_branches(counted)
     config = config | {"num_hidden_layers": layers, "vocab_size": 512}
     args = argparse.Namespace(ranks=1, tokens=256, length=64, prompt=16, ep=1, recompute=[], overlap=False)
     args.attention = "auto"
@@ -156,8 +157,7 @@ def count(layers: int, counted: Dispatches, config: dict[str, Any], microbatches
     counted.counts.clear()
     with counted:
         trainer.step(batches, loss)
-    parallel_state.destroy_model_parallel()
-    return Counter(counted.counts)
+    return [(*key, times) for key, times in counted.counts.items()]
 
 
 def layer_of(one_less: Count, one_more: Count) -> dict[str, Any]:
@@ -179,10 +179,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     config = json.loads(args.config.read_text()) if args.config else MIXTURE
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    counted = Dispatches()
-    take_cudas_branches(counted)
-    two, three = (count(layers, counted, config, args.microbatches) for layers in (2, 3))
+    found = [on_ranks(1, "cpu", count, layers, config, args.microbatches) for layers in (2, 3)]
+    two, three = (Counter({(phase, name): times for phase, name, times in counts}) for counts in found)
     layer = layer_of(two, three)
     launched = sum(times for (_, name), times in two.items() if name != "no launch")
     beside = launched - 2 * sum(layer[phase]["launches"] for phase in layer)
