@@ -75,7 +75,7 @@ def load_hf(directory: Path, specs: Sequence[ShardSpec], rank: int, buffers: Map
             targets[Part(spec.name, shard.start, shard.stop)].append(target.view(shard.shape))
     stored, block = held.stored(shapes), held.block
     quantised = {part: part.scales(block) for part in targets if block and held.has_scales(part.name)}
-    scales = dict(_read(held, stored, set(quantised.values())))
+    scales = dict(_read(held, stored, dict.fromkeys(quantised.values())))
     with torch.no_grad():
         for part, box in _read(held, stored, targets):
             for target in targets[part]:
