@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,6 +56,7 @@ class Run:
     stop: StopFlag
     progress: Progress
     total_steps: int
+    pace: dict[str, float] = field(default_factory=dict)  # seconds of the last update's slowest mini-batch, by model
 
     @cached_property
     def critic(self) -> Critic | None:
@@ -220,16 +221,16 @@ class Run:
             max_sequences=self.critic.forward_micro_batch_size_per_gpu,
         )
 
-    def in_time(self, step: int, updates: Sequence[Update]) -> Iterator[Update]:
-        """One after the other. Raises StopRequested before the first one, and UpdateCut after it where the others can't
-        be made before a deadline."""
+    def in_time(self, step: int, updates: Sequence[tuple[str, Update]]) -> Iterator[tuple[str, Update]]:
+        """One after the other, each with the name of its model. Raises StopRequested before the first one, and
+        UpdateCut after it where the others can't be made before a deadline."""
 
         def part(fraction: float) -> None:
             self.part(step, "update", fraction)
 
         try:
             save_s = self.progress.save_s + self.saver.remaining_s
-            yield from in_time(updates, self.stop, save_s=save_s, part=part)
+            yield from in_time(updates, self.stop, save_s=save_s, pace=self.pace, part=part)
         except UpdateCut as cut:
             newest = self.newest_step()
             self.reporter.say(f"{cut}: nothing of step {step} is kept, the run goes on after step {newest}")
