@@ -151,7 +151,12 @@ def _experts(cfg: RunConfig, facts: ModelFacts) -> Iterator[str]:
     if facts.sigmoid_routing and megatron.moe_aux_loss_coeff:
         yield (
             f"{_MEGATRON}.moe_aux_loss_coeff={megatron.moe_aux_loss_coeff:g} balances softmax routing; this model's "
-            "experts are chosen by sigmoids with correction biases, which stay as they are; set 0"
+            "experts are chosen by sigmoids with correction biases; set 0, or balance with moe_router_bias_update_rate"
+        )
+    if not facts.sigmoid_routing and megatron.moe_router_bias_update_rate:
+        yield (
+            f"{_MEGATRON}.moe_router_bias_update_rate={megatron.moe_router_bias_update_rate:g} moves correction "
+            "biases, which this model's routers haven't; set 0, or balance with moe_aux_loss_coeff"
         )
     if rollout.expert_parallel_size > 1:
         key = f"{_ROLLOUT}.expert_parallel_size"
@@ -169,6 +174,7 @@ def _no_experts(cfg: RunConfig) -> Iterator[str]:
     keeps_routing = cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay
     for key, value, off in (
         (f"{_MEGATRON}.moe_aux_loss_coeff", megatron.moe_aux_loss_coeff, "0"),
+        (f"{_MEGATRON}.moe_router_bias_update_rate", megatron.moe_router_bias_update_rate, "0"),
         (f"{_MEGATRON}.freeze_moe_router", megatron.freeze_moe_router, "false"),
         (f"{_ROLLOUT}.enable_rollout_routing_replay", keeps_routing, "false"),
     ):

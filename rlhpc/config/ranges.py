@@ -67,6 +67,7 @@ AT_LEAST_0 = (
     ),
     f"{_ACTOR}.kl_loss_coef",
     f"{_ACTOR}.megatron.moe_aux_loss_coeff",
+    f"{_ACTOR}.megatron.moe_router_bias_update_rate",
     f"{_ROLLOUT}.chunk_prompts",
     "algorithm.kl_ctrl.kl_coef",
     "reward.overlong_buffer.penalty_factor",

@@ -51,6 +51,7 @@ class MegatronConfig:
     use_distributed_optimizer: bool = True  # optimizer state sharded over data-parallel ranks
     freeze_moe_router: bool = False  # router weights keep their initial values
     moe_aux_loss_coeff: float = 0.0  # weight of the load-balancing loss, which is summed over layers; 0: off
+    moe_router_bias_update_rate: float = 0.0  # moves correction biases (DeepSeek-V3's) by it every update; 0: they stay
     recompute_modules: list[str] = field(default_factory=list)  # run again in the backward: core_attn, moe (mlp)
     overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks while the backward still runs
     param_offload: bool | str = True  # weights, the reference's too, wait in host memory during generation (GPU)

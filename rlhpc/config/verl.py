@@ -111,9 +111,10 @@ def _trained(section: str) -> dict[str, VerlKey]:
             )
         },
         f"{megatron}.override_transformer_config.moe_z_loss_coeff": VerlKey("not available; set 0", (0, 0.0, None)),
-        f"{megatron}.override_transformer_config.moe_aux_loss_coeff": VerlKey(
-            f"set {_MEGATRON}.moe_aux_loss_coeff", (0, 0.0)
-        ),
+        **{
+            f"{megatron}.override_transformer_config.{name}": VerlKey(f"set {_MEGATRON}.{name}", (0, 0.0))
+            for name in ("moe_aux_loss_coeff", "moe_router_bias_update_rate")
+        },
         f"{megatron}.vanilla_mbridge": VerlKey("HF weights are always read directly; remove it", _ANY),
         f"{megatron}.use_remove_padding": VerlKey("sequences are always packed without padding; set true", (True,)),
         f"{megatron}.pad_*": VerlKey("sequences are always packed without padding; remove it", _OFF),

@@ -222,11 +222,13 @@ def step_of(
         "num_fillers": sum(int((packed.sequence_ids == FILLER_ID).sum()) for packed in batches),
         "groups": megatron_groups(),
         "dp_rank": trainer.data_parallel_rank,
+        "rank": dist.get_rank(),
         "logprobs": logprobs,
         "metrics": metrics,
         "gradient_shards": shards,
         "shapes": {name: tuple(value.shape) for name, value in trainer.source_buffers().items()},
         "specs": trainer.source_specs(),
+        "biases": {n: v.numpy().copy() for n, v in trainer.source_buffers().items() if n.endswith("expert_bias")},
         "layout": trainer.layout,
     }
 

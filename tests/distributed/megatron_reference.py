@@ -188,6 +188,7 @@ def transformers_step(
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
     batch = sequences(NUM_SEQUENCES, seed=3)
     forced = Forced(model) if experts else None
+    loads = loads_of(model)
     num_tokens = sum(s.response_len for s in batch)
     logprobs, sums = {}, dict.fromkeys(("pg", "entropy", "kl", "clipped", "clipped_lower", "loss"), 0.0)
     for sequence in batch:
@@ -222,7 +223,21 @@ def transformers_step(
         sums["routing_diff"] = forced.differing / forced.known
     gradients = hf_gradients(model)
     norm = float(np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients.values())))
-    return {"logprobs": logprobs, "sums": sums, "gradients": gradients, "norm": norm}
+    return {"logprobs": logprobs, "sums": sums, "gradients": gradients, "norm": norm, "loads": loads}
+
+
+def loads_of(model: torch.nn.Module) -> dict[int, np.ndarray]:
+    """By layer, how many tokens each routed expert of a DeepSeek model will have been given; filled by its passes."""
+    loads: dict[int, np.ndarray] = {}
+
+    def count(layer: int, experts: Any, arguments: Sequence[torch.Tensor]) -> None:
+        _, chosen, _ = arguments
+        loads[layer] = loads.get(layer, 0) + np.bincount(chosen.flatten().numpy(), minlength=experts.num_experts)
+
+    for layer, block in enumerate(model.model.layers):
+        if model.config.model_type == "deepseek_v3" and hasattr(block.mlp, "experts"):
+            block.mlp.experts.register_forward_pre_hook(partial(count, layer))
+    return loads
 
 
 def hf_gradients(model: torch.nn.Module) -> dict[str, np.ndarray]:

@@ -36,6 +36,7 @@ class PackedSequences(PackedSeqParams):
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     routing: Routing | None = None  # of the tokens that this rank routes
+    counted: torch.Tensor | None = None  # bool, which of these the routers count
 
     @classmethod
     def of(

@@ -27,8 +27,8 @@ from rlhpc.reshard.families import ModelFacts
 
 class Router(TopKRouter):
     """Megatron's top-k router with a load-balancing loss that is normalised over the optimizer step, as the policy's
-    loss is. Where it chooses by sigmoids its expert bias is a frozen parameter, for which Megatron has a buffer and an
-    update wrapped in torch.compile."""
+    loss is. Where it chooses by sigmoids its expert bias is a frozen parameter, which `update_biases` moves; Megatron
+    has a buffer for it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,8 +39,15 @@ class Router(TopKRouter):
         # This rank's part since it was last cleared, without the coefficient.
         self.register_buffer("balance_loss", torch.zeros((), dtype=torch.float64), persistent=False)
         self.register_buffer("differing", torch.zeros(2, dtype=torch.int64), persistent=False)  # see replay.Replay
+        # How many of this rank's tokens each expert was chosen for, and which of those that come next are to count.
+        self.register_buffer("choices", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False)
+        self.counted: torch.Tensor | None = None
 
-    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None: ...
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Megatron's name, after every choice. What a backward computes again isn't counted again."""
+        if self.counted is not None:
+            self.choices += (routing_map & self.counted[:, None]).sum(0)
+            self.counted = None
 
     def _apply_aux_loss(
         self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, with_padding_mask: bool = False
@@ -171,6 +178,26 @@ def expert_balance(
     loads = loads[facts.num_dense_layers :].flatten(1)
     violation = loads.amax(1) / loads.mean(1).clamp(min=1) - 1
     return {"actor/moe/max_vio": float(violation.max()), "actor/moe/avg_vio": float(violation.mean())}
+
+
+def start_counting(layers: Iterable[torch.nn.Module]) -> None:
+    """Before the microbatches of a step after which `update_biases` comes."""
+    for layer in sparse_layers(layers):
+        layer.mlp.router.choices.zero_()
+
+
+@torch.no_grad()
+def update_biases(layers: Iterable[torch.nn.Module], rate: float) -> None:
+    """Raises the correction bias of each expert that got less than the mean of the step's tokens by `rate`, and lowers
+    that of one that got more (arXiv 2408.15664, algorithm 1). Collective over the ranks of a pipeline stage."""
+    routers = [layer.mlp.router for layer in sparse_layers(layers)]
+    if not routers:
+        return
+    choices = torch.stack([router.choices for router in routers])
+    dist.all_reduce(choices, group=parallel_state.get_tensor_and_data_parallel_group())
+    lacking = choices.sum(1, keepdim=True) - choices.shape[1] * choices
+    for router, signs in zip(routers, lacking.sign(), strict=True):
+        router.expert_bias.add_(signs.to(router.expert_bias.dtype), alpha=rate)
 
 
 def start_balance_loss(layers: Iterable[torch.nn.Module], num_step_tokens: int) -> None:

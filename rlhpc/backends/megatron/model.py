@@ -28,7 +28,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch.nn import Linear
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from torch.nn.utils import skip_init
 
 from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences, rotary_frequencies
@@ -173,10 +173,10 @@ class Decoder(GPTModel):
 
     The last stage returns final hidden states instead of logits. Where a microbatch brings a routing, the routers
     follow it if `replays_routing`, and count in evaluation how often they would go elsewhere; without one, their own
-    choice goes into `recording` where there is such.
+    choice goes into `recording` where there is such. In training routers count whom they choose if `counts_choices`.
     """
 
-    replays_routing = False
+    replays_routing = counts_choices = False
     recording: Recording | None = None
 
     def __init__(self, config: TransformerConfig, facts: ModelFacts) -> None:
@@ -210,11 +210,17 @@ class Decoder(GPTModel):
     def pack(self, batch: PackedBatch) -> PackedSequences:
         tp = self.config.tensor_model_parallel_size
         packed = PackedSequences.of(batch, frequencies=self.frequencies, dtype=self.config.params_dtype, multiple=tp)
-        packed.routing = Routing.of(batch, packed.order, tp, parallel_state.get_tensor_model_parallel_rank())
+        part = parallel_state.get_tensor_model_parallel_rank()
+        packed.routing = Routing.of(batch, packed.order, tp, part)
+        if self.counts_choices:
+            packed.counted = _of_no_filler(batch, packed.order, tp, part)
         return packed
 
     def forward(self, packed: PackedSequences) -> torch.Tensor:
         """Hidden states [T / tp, 1, H] for the next stage, or the last stage's final ones, in `packed.order`."""
+        if self.training:
+            for router in self.routers().values():
+                router.counted = packed.counted
         self._route(packed)
         filler = self._filler_mask(packed) if self.config.moe_aux_loss_coeff else None
         hidden = super().forward(
@@ -248,6 +254,13 @@ class Decoder(GPTModel):
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
+
+
+def _of_no_filler(batch: PackedBatch, order: torch.Tensor, parts: int, part: int) -> torch.Tensor:
+    """bool, of the tokens that this rank routes, as in Routing.of: those that somebody sampled."""
+    lengths = batch.cu_seqlens.diff()
+    real = torch.repeat_interleave(batch.sequence_ids >= 0, lengths, output_size=batch.num_tokens)[order]
+    return pad(real, (0, -len(order) % parts)).chunk(parts)[part]
 
 
 class PolicyModel(Decoder):

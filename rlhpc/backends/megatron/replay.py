@@ -34,9 +34,7 @@ class Routing:
         if batch.experts is None:
             return None
         known = torch.ones(batch.num_tokens, dtype=torch.bool, device=order.device)
-        known[batch.cu_seqlens[1:].long() - 1] = (
-            False  # what an engine samples last it is not fed, and predicts nothing
-        )
+        known[batch.cu_seqlens[1:].long() - 1] = False  # an engine is not fed the last, which predicts nothing
         experts, known = batch.experts[order], known[order]
         if filler := -len(order) % parts:
             experts = torch.cat([experts, experts.new_zeros(filler, *experts.shape[1:])])

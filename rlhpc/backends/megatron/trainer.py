@@ -17,7 +17,13 @@ from megatron.core.transformer.enums import AttnBackend
 from rlhpc.backends.megatron import cpu_shim
 from rlhpc.backends.megatron.attention import PackedSequences
 from rlhpc.backends.megatron.attention_backend import Heads, attention_backend
-from rlhpc.backends.megatron.experts import balance_loss, expert_balance, start_balance_loss
+from rlhpc.backends.megatron.experts import (
+    balance_loss,
+    expert_balance,
+    start_balance_loss,
+    start_counting,
+    update_biases,
+)
 from rlhpc.backends.megatron.in_place import place_experts
 from rlhpc.backends.megatron.loss import microbatch_loss, microbatch_value_loss
 from rlhpc.backends.megatron.model import PolicyModel, ValueModel, transformer_config
@@ -95,6 +101,7 @@ class MegatronTrainer:
             for name, parameter in policy.named_parameters():
                 if name.endswith("mlp.router.weight"):
                     parameter.requires_grad_(False)
+        policy.counts_choices = actor.megatron.moe_router_bias_update_rate > 0
         policy.replays_routing = actor.megatron.router_replay.mode != "disabled"
         overlap = actor.megatron.overlap_grad_reduce
         steps = optimizer_steps(cfg, actor)
@@ -243,7 +250,11 @@ class MegatronTrainer:
 
         if self._balance_coeff:
             start_balance_loss(layers, num_step_tokens(batches, self._device))
+        if module.counts_choices:
+            start_counting(layers)
         metrics = self.policy.step(batches, of_hidden, before_change)
+        if module.counts_choices:
+            update_biases(layers, self._cfg.actor_rollout_ref.actor.megatron.moe_router_bias_update_rate)
         # The caller sums over data-parallel ranks.
         balance = expert_balance(layers, self._source.facts, self.layout, self._device)
         if self._balance_coeff:

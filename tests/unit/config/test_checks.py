@@ -232,6 +232,7 @@ def test_allowed(overrides, world_size):
         ({"trainer.device": "gpu"}, 4, ["trainer.device='gpu'", "auto, cpu, cuda"]),
         ({"actor_rollout_ref.model.dtype": "float16"}, 4, ["dtype='float16'", "bfloat16, float32"]),
         ({f"{ROLLOUT}.name": "sglang"}, 4, ["rollout.name='sglang'", "choose vllm"]),
+        ({f"{M}.moe_router_bias_update_rate": 1e-3}, 4, ["bias_update_rate=0.001 moves correction biases", "set 0"]),
         ({f"{M}.router_replay.mode": "R1"}, 4, ["router_replay.mode='R1' is unknown", "choose R2, R3, disabled"]),
         ({f"{M}.router_replay.mode": "R3"}, 4, [f"router_replay.mode=R3 needs {KEEP}=true; or set disabled"]),
         (
