@@ -18,9 +18,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from rlhpc.backends.megatron.fused import fused
+from rlhpc.data.types import PackedBatch
 from rlhpc.layout.parallel import ParallelLayout
 from rlhpc.reshard.families import ModelFacts
 
@@ -178,6 +179,13 @@ def expert_balance(
     loads = loads[facts.num_dense_layers :].flatten(1)
     violation = loads.amax(1) / loads.mean(1).clamp(min=1) - 1
     return {"actor/moe/max_vio": float(violation.max()), "actor/moe/avg_vio": float(violation.mean())}
+
+
+def of_no_filler(batch: PackedBatch, order: torch.Tensor, parts: int, part: int) -> torch.Tensor:
+    """bool, of the tokens that this rank routes, as in replay.Routing: those of sequences that were sampled."""
+    lengths = batch.cu_seqlens.diff()
+    real = torch.repeat_interleave(batch.sequence_ids >= 0, lengths, output_size=batch.num_tokens)[order]
+    return pad(real, (0, -len(order) % parts)).chunk(parts)[part]
 
 
 def start_counting(layers: Iterable[torch.nn.Module]) -> None:

@@ -28,12 +28,12 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch.nn import Linear
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 from torch.nn.utils import skip_init
 
 from rlhpc.backends.megatron.attention import PackedAttention, PackedSequences, rotary_frequencies
 from rlhpc.backends.megatron.dispatch import Dispatcher
-from rlhpc.backends.megatron.experts import PackedExperts, Router, sparse_layers
+from rlhpc.backends.megatron.experts import PackedExperts, Router, of_no_filler, sparse_layers
 from rlhpc.backends.megatron.latent import LatentAttentionSubmodules, LatentCoreAttention, LatentSelfAttention
 from rlhpc.backends.megatron.logprobs import VocabParallelLogprobs
 from rlhpc.backends.megatron.norm import RMSNorm
@@ -213,7 +213,7 @@ class Decoder(GPTModel):
         part = parallel_state.get_tensor_model_parallel_rank()
         packed.routing = Routing.of(batch, packed.order, tp, part)
         if self.counts_choices:
-            packed.counted = _of_no_filler(batch, packed.order, tp, part)
+            packed.counted = of_no_filler(batch, packed.order, tp, part)
         return packed
 
     def forward(self, packed: PackedSequences) -> torch.Tensor:
@@ -254,13 +254,6 @@ class Decoder(GPTModel):
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
-
-
-def _of_no_filler(batch: PackedBatch, order: torch.Tensor, parts: int, part: int) -> torch.Tensor:
-    """bool, of the tokens that this rank routes, as in Routing.of: those that somebody sampled."""
-    lengths = batch.cu_seqlens.diff()
-    real = torch.repeat_interleave(batch.sequence_ids >= 0, lengths, output_size=batch.num_tokens)[order]
-    return pad(real, (0, -len(order) % parts)).chunk(parts)[part]
 
 
 class PolicyModel(Decoder):

@@ -1,11 +1,13 @@
-"""The grouped product against one expert at a time, in values and in gradients."""
+"""The grouped product against one expert at a time, in values and in gradients; which tokens count."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from rlhpc.backends.megatron.experts import GroupedProduct
+from rlhpc.backends.megatron.experts import GroupedProduct, of_no_filler
+from rlhpc.data.packing import TokenSequence, pack
 
 COUNTS = (3, 0, 7, 1)
 
@@ -32,3 +34,14 @@ def test_equals_one_expert_at_a_time(counts: tuple[int, ...]) -> None:
             total[e] += d.float().t() @ part.float()
     assert not weight.main_grad_is_stale and weight.grad_added_to_main_grad
     torch.testing.assert_close(weight.main_grad, total.detach(), atol=0.05, rtol=0.01)
+
+
+def test_what_only_fills_up_is_not_counted() -> None:
+    """Three sequences of three tokens in four microbatches, of which one has two tokens of filler; two ranks share the
+    tokens of each, for which there is one too few."""
+    made = [TokenSequence(i, np.zeros(3, np.int32), 1) for i in range(3)]
+    batches = [batch for rank in pack(made, dp_size=2, max_tokens=3, max_sequences=1) for batch in rank]
+    found = [
+        [of_no_filler(b, torch.arange(b.num_tokens).flip(0), 2, part).tolist() for part in (0, 1)] for b in batches
+    ]
+    assert sorted(found) == [[[False], [False]], *[[[True, True], [True, False]]] * 3]
