@@ -7,7 +7,7 @@ import mmap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
@@ -34,7 +34,7 @@ class Snapshot:
     def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
         """Takes the memory that a copy of `tensors` needs, where it isn't there yet: the kernel gives pages more slowly
         than a copy fills them. Raises OSError where there is no such memory."""
-        needed = sum(aligned(tensor.nbytes) for tensor in tensors)
+        needed = copy_bytes(tensors)
         if needed <= self.num_bytes:
             return
         self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
@@ -125,6 +125,11 @@ def _slices(num_bytes: int) -> Iterator[tuple[int, int]]:
     """(begin, length) of each."""
     for begin in range(0, num_bytes, SLICE_BYTES):
         yield begin, min(SLICE_BYTES, num_bytes - begin)
+
+
+def copy_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """That a Snapshot of them takes."""
+    return sum(aligned(tensor.nbytes) for tensor in tensors)
 
 
 def aligned(num_bytes: int) -> int:

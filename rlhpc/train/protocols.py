@@ -105,6 +105,11 @@ class Trainer(WeightSource, Protocol):
     @property
     def data_parallel_size(self) -> int: ...
 
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory that the first sleep will take, and keep."""
+        ...
+
     def logprobs(self, batches: Sequence[PackedBatch], *, temperature: float, model: str) -> list[torch.Tensor]:
         """Per-token logprobs float32 [T] per batch (0 where loss_mask is 0). `model` is "policy" or "reference"."""
         ...

@@ -15,9 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.cluster.attempt import Attempt
+from rlhpc.cluster.limits import free_memory
 from rlhpc.cluster.session import TOKEN_VARIABLE, ident_of
 from rlhpc.config.in_place import shared_experts
 from rlhpc.config.schema import RunConfig
+from rlhpc.errors import ConfigError
 from rlhpc.train.usage import Usage
 
 if TYPE_CHECKING:  # a worker sets its environment before torch is first imported
@@ -80,15 +82,31 @@ class RankWorker:
         experts = self.engine.expert_weights()
         shared = {name: experts[of_engine] for name, of_engine in self._shared.items()}
         self.trainer = build_trainer(cfg, hf_config, self._device, shared)
+        in_background = cfg.checkpoint.async_save and cfg.trainer.save_freq > 0
+        self._require_host_memory(copies=in_background)
         self._saver = RankSaver(
             self.rank,
             self.trainer,
             self._store.set,
             num_threads=max(1, min(8, len(os.sched_getaffinity(0)) // cfg.trainer.n_gpus_per_node)),
-            reserve=cfg.checkpoint.async_save and cfg.trainer.save_freq > 0,
+            reserve=in_background,
         )
         self._publishes = 0
         self._start_s = time.monotonic() - begin
+
+    def _require_host_memory(self, *, copies: bool) -> None:
+        """Before any rank takes its part. Raises ConfigError on all ranks where a node has too little for its own."""
+        import torch.distributed as dist
+
+        from rlhpc.checkpoint.snapshot import copy_bytes
+        from rlhpc.memory.host import HostNeed, too_little_free
+
+        of_copies = copy_bytes(tensor for _, tensor in self.trainer.state_pieces().pieces) if copies else 0
+        need = HostNeed(socket.gethostname(), self.trainer.host_bytes, of_copies, free_memory())
+        needs: list[Any] = [None] * self.world_size
+        dist.all_gather_object(needs, need)
+        if problem := too_little_free(needs):
+            raise ConfigError(problem)
 
     def _join(self, device: str, local_rank: int) -> None:
         """The one process group that trainer, engine and reshard share."""

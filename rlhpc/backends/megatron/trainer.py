@@ -275,6 +275,10 @@ class MegatronTrainer:
 
     # --- memory
 
+    @property
+    def host_bytes(self) -> int:
+        return self._host.num_bytes
+
     def _host_copy(self) -> HostCopy:
         megatron, on_gpu = self._cfg.actor_rollout_ref.actor.megatron, self._device.type == "cuda"
         parts: dict[str, list[torch.Tensor]] = {}
