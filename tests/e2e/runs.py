@@ -23,7 +23,12 @@ from tests.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 # Steps of eight groups out of two or three batches of six prompts: some groups are alike, some are too many.
-DYNAMIC = ("algorithm.filter_groups.enable=true", "data.gen_batch_size=6", "reward.overlong_buffer.enable=true")
+DYNAMIC = (
+    "algorithm.filter_groups.enable=true",
+    "data.gen_batch_size=6",
+    "reward.overlong_buffer.enable=true",
+    "actor_rollout_ref.actor.megatron.router_replay.mode=R2",
+)
 _started: set[int] = set()  # pids, of which one owns the session of its run
 
 
