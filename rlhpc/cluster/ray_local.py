@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 
 from rlhpc.cluster.placement import Placement
 from rlhpc.cluster.ports import claim_block
+from rlhpc.cluster.ray_agent import without_its_agent
 from rlhpc.cluster.ray_node import RAY_ENVIRONMENT
 from rlhpc.cluster.session import TOKEN_VARIABLE, Reaper, open_session
 from rlhpc.cluster.stop import STOP_SIGNALS, blocked
@@ -36,7 +37,7 @@ def local_ray(cluster: ClusterConfig, *, num_ranks: int, num_gpus: int) -> Itera
     import ray
 
     try:
-        with blocked(STOP_SIGNALS):
+        with blocked(STOP_SIGNALS), without_its_agent():
             ray.init(
                 address="local",
                 num_cpus=num_ranks,  # Ray starts as many workers at once: one for each rank

@@ -48,7 +48,7 @@ RAY_ENVIRONMENT = {
 }
 SHM_SHARE = 0.3  # of the memory limit and of what is free in /dev/shm, for the object store
 MIN_OBJECT_STORE = 80 * 1024**2  # Ray refuses less than 75 MiB
-_MAX_TRIES = 3  # to join: a raylet gives up when its agents take over 15 s, which a busy node or file system may need
+_MAX_TRIES = 3  # to join: Ray gives a node half a minute, which a busy one or a slow file system may exceed
 _LOG_LINES = 15
 _LOG_BYTES = 4 * 1024**2  # kept of each of Ray's log files
 _STACK = re.compile(r"\(\+0x[0-9a-f]+\)|^\*\*\* StackTrace")

@@ -13,6 +13,8 @@ import signal
 import sys
 from typing import Any
 
+from rlhpc.cluster.ray_agent import without_its_agent
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,7 +33,8 @@ def main() -> None:
         return  # the supervisor has given up
     start = json.loads(order)
     os.environ.update(start["environment"], RAY_START_HOOK=f"{__package__}.ray_start.{without_client_server.__name__}")
-    cli(["start", *start["arguments"]], prog_name="ray")
+    with without_its_agent():
+        cli(["start", *start["arguments"]], prog_name="ray")
 
 
 if __name__ == "__main__":

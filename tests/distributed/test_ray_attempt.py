@@ -155,14 +155,19 @@ def test_a_missing_node_is_named_after_the_deadline(pair: Nodes, tmp_path: Path)
     assert "n2 (SLURM_NODEID 2): its supervisor never started" in output
 
 
-def raylet(token: str) -> int | None:
+def daemon(token: str, program: str) -> int | None:
+    """A session's process whose command line has `program` in it."""
     for pid in processes(token):
         try:
-            if "raylet/raylet" in Path(f"/proc/{pid}/cmdline").read_text():
+            if program in Path(f"/proc/{pid}/cmdline").read_text():
                 return pid
         except FileNotFoundError:
             continue
     return None
+
+
+def raylet(token: str) -> int | None:
+    return daemon(token, "raylet/raylet\0")
 
 
 def test_a_raylet_that_dies_while_it_joins_is_started_again_and_a_later_death_ends_the_node(tmp_path: Path) -> None:
@@ -198,11 +203,16 @@ def test_a_port_taken_after_the_claim_ends_the_start_with_the_reason(tmp_path: P
         assert f"0.0.0.0:{record['ports'][0] + 1}" in problem or "ddress already in use" in problem
 
 
-def test_nothing_of_ray_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+def test_a_node_comes_up_without_its_agent_and_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    """Python takes a minute to start there where it is to run Ray's agent, as a slow file system may make it."""
+    slow = "import sys, time\ntime.sleep(60 * any(part.endswith('dashboard/agent.py') for part in sys.orig_argv))\n"
+    (tmp_path / "sitecustomize.py").write_text(slow)
     with nodes(tmp_path / "run", 4005, spec(num_nodes=1)) as single:
-        single.start(1)
+        single.start(1, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
         single.wait_joined()
         session = single.record(0)["session"]
+        assert daemon(session["token"], "dashboard/agent.py\0")
+        assert not list(Path(session["directory"]).glob("session_2*/logs/dashboard_agent.log"))
         assert len(processes(session["token"])) > 2
         single.supervisors[0].kill()
         deadline = time.monotonic() + 30
