@@ -8,6 +8,7 @@ and say what the agent says where it does without a port; it replaces them once 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,15 +45,21 @@ def _answer(done: threading.Event) -> None:
 
 def _raylet() -> dict[str, str] | None:
     """The arguments of this process's raylet, None while there is none."""
-    for children in Path("/proc/self/task").glob("*/children"):
-        for child in _read(children).split():
-            program, *arguments = _read(Path(f"/proc/{child}/cmdline")).split("\0")
-            if Path(program).name == "raylet":
-                return dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    for child in children(os.getpid()):
+        program, *arguments = proc_text(child / "cmdline").split("\0")
+        if Path(program).name == "raylet":
+            return dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     return None
 
 
-def _read(path: Path) -> str:
+def children(parent: int) -> Iterator[Path]:
+    """The places in /proc of the processes that one has started."""
+    for started in Path(f"/proc/{parent}/task").glob("*/children"):
+        yield from (Path("/proc", child) for child in proc_text(started).split())
+
+
+def proc_text(path: Path) -> str:
+    """What a file in /proc says, nothing once its process is gone."""
     try:
         return path.read_text()
     except (FileNotFoundError, ProcessLookupError):

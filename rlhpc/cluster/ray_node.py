@@ -31,6 +31,7 @@ from rlhpc.cluster.limits import Limits, limits, oom_kills
 from rlhpc.cluster.network import Interface, choose, towards_peers
 from rlhpc.cluster.placement import node_resource
 from rlhpc.cluster.ports import PortBlock, claim_block
+from rlhpc.cluster.ray_agent import children, proc_text
 from rlhpc.cluster.session import TOKEN_VARIABLE, Session
 from rlhpc.cluster.slurm_env import SlurmEnv
 from rlhpc.errors import ConfigError
@@ -320,18 +321,11 @@ def _dead_daemons(parent: int) -> list[str]:
     """Daemons of Ray that have ended and whose parent hasn't noticed: `ray start` waits half a minute for their answer
     before it looks."""
     dead = []
-    for child in _text(Path(f"/proc/{parent}/task/{parent}/children")).split():
-        name, _, rest = _text(Path(f"/proc/{child}/stat")).partition("(")[2].rpartition(")")
+    for child in children(parent):
+        name, _, rest = proc_text(child / "stat").partition("(")[2].rpartition(")")
         if name in ("gcs_server", "raylet") and rest.split()[0] == "Z":
             dead.append(name)
     return dead
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def listens(ip: str, port: int) -> bool:
