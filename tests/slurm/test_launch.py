@@ -224,11 +224,11 @@ def test_plain_submitit_launchers_fail_where_a_point_fails(
     arguments = command(task, sweep, f"hydra/launcher={launcher}", *own, "launch.dry_run=true,false", *ONE_RANK)
     launch(slurm, multirun(arguments), code=1)
     logs = "".join(path.read_text() for path in sweep.rglob("*_log.*"))
-    assert f"writes    {sweep}/0" in logs and "FileExistsError" in logs
+    assert f"writes    {sweep}/0" in logs and f"{sweep}/1 can't be made or written to: File exists" in logs
     if launcher.endswith("slurm"):
         array = next(sweep.rglob("*_log.err")).name.partition("_")[0]
         ends = [slurm.show(f"{array}_{number}") for number in range(2)]
-        assert [(end["JobState"], end["ExitCode"]) for end in ends] == [("COMPLETED", "0:0"), ("FAILED", "1:0")]
+        assert [(end["JobState"], end["ExitCode"]) for end in ends] == [("COMPLETED", "0:0"), ("FAILED", "2:0")]
 
 
 def test_train_sbatch_trains_over_the_nodes_of_its_job(slurm: Cluster, task: Path, tmp_path: Path) -> None:
