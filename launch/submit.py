@@ -19,7 +19,7 @@ from rlhpc.config.checks import check_run, device_of
 from rlhpc.config.schema import RunConfig
 from rlhpc.errors import SlurmError, raise_problems
 from rlhpc.memory.device import doubtful, impossible
-from rlhpc.memory.state import checkpoint_bytes, too_little_memory
+from rlhpc.memory.state import checkpoint_bytes, fullest, rank_memory, too_little_memory
 from rlhpc.train.model_files import check_model_files
 from rlhpc.train.start import describe_start
 
@@ -83,9 +83,10 @@ def checked(runs: Sequence[RunConfig], models: Sequence[Mapping[str, Any]]) -> i
         if cluster.partitions:
             problems += preflight.limits(cfg, cluster, cpus_per_node(cfg))
             warnings += preflight.cautions(cfg, cluster)
-        problems += too_little_memory(cfg, model_config, device_of(cfg))
-        problems += impossible(cfg, model_config, device_of(cfg))
-        warnings += doubtful(cfg, model_config, device_of(cfg))
+        device, memory = device_of(cfg), rank_memory(cfg, model_config)
+        problems += too_little_memory(cfg, model_config, device, memory)
+        problems += impossible(cfg, model_config, device, fullest(memory))
+        warnings += doubtful(cfg, model_config, device, fullest(memory))
         size = checkpoint_bytes(cfg, model_config)
         problems += storage.refusals(cfg, elsewhere=cluster.elsewhere, checkpoint_bytes=size)
         warnings += storage.cautions(cfg, elsewhere=cluster.elsewhere)

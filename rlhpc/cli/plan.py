@@ -100,7 +100,7 @@ def _working_table(cfg: RunConfig, model_config: Mapping[str, Any], rank: RankMe
         yield f"GPU of the fullest rank by phase, about; {known}"
         for name, size in phases(cfg, model_config, rank, gpu).items():
             yield f"  {name:<18}{readable(size):>12}{'  too much' if gpu and size > gpu else ''}"
-    for problem in doubtful(cfg, model_config, device):
+    for problem in doubtful(cfg, model_config, device, rank):
         yield f"warning   {problem}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from netrc import NetrcParseError, netrc
 from typing import Any
@@ -19,7 +19,16 @@ from rlhpc.doctor.finding import Finding, judged, refusal
 from rlhpc.doctor.machine import Wanted
 from rlhpc.errors import RlhpcError, SlurmError
 from rlhpc.memory.device import doubtful, impossible
-from rlhpc.memory.state import checkpoint_bytes, kept_on_host, node_memory, rank_memory, readable, too_little_memory
+from rlhpc.memory.state import (
+    RankMemory,
+    checkpoint_bytes,
+    fullest,
+    kept_on_host,
+    node_memory,
+    rank_memory,
+    readable,
+    too_little_memory,
+)
 from rlhpc.train.model_files import check_model_files
 from rlhpc.train.start import check_start, describe_start
 
@@ -34,15 +43,16 @@ def needs(cfg: RunConfig, wanted: list[Wanted]) -> Iterator[Finding]:
     except RlhpcError as error:
         yield from (refusal("configuration", line) for line in str(error).splitlines())
         return
-    trainer = cfg.trainer
-    ranks = f"{trainer.nnodes} * {trainer.n_gpus_per_node} ranks on {device_of(cfg)}"
+    trainer, device, memory = cfg.trainer, device_of(cfg), rank_memory(cfg, model_config)
+    ranks = f"{trainer.nnodes} * {trainer.n_gpus_per_node} ranks on {device}"
     yield Finding("configuration", "ok", f"{model_config['model_type']} on {ranks}; rlhpc plan shows layout and memory")
-    wanted.append(model := _wanted(cfg, model_config))
+    wanted.append(model := _wanted(cfg, model_config, device, memory))
     found = f"trainer {readable(model.trainer)}, engine {readable(model.engine)}, without activations and KV cache"
     yield Finding("a rank's memory", "ok", found)
-    yield from (refusal("memory of a node", line) for line in too_little_memory(cfg, model_config, device_of(cfg)))
-    yield from (refusal("a rank's memory", line) for line in impossible(cfg, model_config, device_of(cfg)))
-    yield from (refusal("a rank's memory", line, "warning") for line in doubtful(cfg, model_config, device_of(cfg)))
+    yield from (refusal("memory of a node", line) for line in too_little_memory(cfg, model_config, device, memory))
+    rank = fullest(memory)
+    yield from (refusal("a rank's memory", line) for line in impossible(cfg, model_config, device, rank))
+    yield from (refusal("a rank's memory", line, "warning") for line in doubtful(cfg, model_config, device, rank))
     yield from _model_files(cfg, model_config)
     yield from _run_directory(cfg, model_config)
     yield from _places(cfg, model_config)
@@ -50,16 +60,15 @@ def needs(cfg: RunConfig, wanted: list[Wanted]) -> Iterator[Finding]:
         yield _wandb(cfg.trainer.wandb_mode or os.environ.get("WANDB_MODE"))
 
 
-def _wanted(cfg: RunConfig, model_config: Mapping[str, Any]) -> Wanted:
-    memory = rank_memory(cfg, model_config)
-    rank = max(memory, key=lambda rank: rank.total)
+def _wanted(cfg: RunConfig, model_config: Mapping[str, Any], device: str, memory: Sequence[RankMemory]) -> Wanted:
+    rank = fullest(memory)
     leaving = (
         *kept_on_host(cfg, rank),
         (cfg.actor_rollout_ref.actor.megatron.grad_offload, rank.gradients),
         (Critic.of(cfg).grad_offload, rank.critic_gradients),
     )
     return Wanted(
-        host=node_memory(cfg, model_config, device_of(cfg), memory).total,
+        host=node_memory(cfg, model_config, device, memory).total,
         trainer=sum(num_bytes for _, num_bytes in leaving),
         staying=sum(num_bytes for leaves, num_bytes in leaving if not leaves),
         engine=rank.rollout_weights,

@@ -11,7 +11,7 @@ from rlhpc.config.critic import Critic, critic_model_config, needs_critic
 from rlhpc.config.parallel import trainer_layout
 from rlhpc.config.schema import ActorConfig, RunConfig
 from rlhpc.memory.activations import Activations, Microbatch, Model, repeats_keys
-from rlhpc.memory.state import DTYPE_BYTES, RankMemory, kept_on_host, rank_memory, readable
+from rlhpc.memory.state import DTYPE_BYTES, RankMemory, fullest, kept_on_host, rank_memory, readable
 from rlhpc.reshard.families import model_facts
 from rlhpc.reshard.families.facts import ModelFacts
 
@@ -96,10 +96,8 @@ def activations(cfg: RunConfig, model_config: Mapping[str, Any], device: str) ->
         critic = Critic.of(cfg)
         again = "full" if critic.enable_gradient_checkpointing else megatron.recompute_modules
         facts = model_facts(critic_model_config(cfg, model_config))
-        model, batch = (
-            Model(facts, layout, size, device, recompute=again, repeats_keys=repeats),
-            microbatch(cfg, critic),
-        )
+        model = Model(facts, layout, size, device, recompute=again, repeats_keys=repeats)
+        batch = microbatch(cfg, critic)
         found["critic"] = (model.of_training(batch, head=False), model.of_inference(batch))
     return found
 
@@ -128,15 +126,10 @@ def phases(cfg: RunConfig, model_config: Mapping[str, Any], rank: RankMemory, gp
         awake = rank.rollout_weights
     made = activations(cfg, model_config, "cuda").values()
     state = rank.total - rank.rollout_weights
-    kept = sum(size for leaves, size in gradients if not leaves)
+    gone = sum(size for leaves, size in gradients if leaves)
     found = {
         "generate": staying + engine,
-        "publish": state
-        - rank.gradients
-        - rank.critic_gradients
-        + kept
-        + rank.rollout_weights
-        + 2 * cfg.reshard.bucket_bytes,
+        "publish": state - gone + rank.rollout_weights + 2 * cfg.reshard.bucket_bytes,
         "logprobs": max(weights, staying) + awake + max(alone for _, alone in made),
         "update": state + awake + max(trained.peak for trained, _ in made),
     }
@@ -152,10 +145,12 @@ def too_full(cfg: RunConfig, model_config: Mapping[str, Any], rank: RankMemory, 
             yield f"{name} takes about {readable(size)} of a GPU's {readable(gpu)}; {_FIXES[name]}"
 
 
-def impossible(cfg: RunConfig, model_config: Mapping[str, Any], device: str) -> Iterator[str]:
+def impossible(
+    cfg: RunConfig, model_config: Mapping[str, Any], device: str, rank: RankMemory | None = None
+) -> Iterator[str]:
     """What is certain not to fit: on GPUs state alone, without activations or anything else; on a CPU, whose KV cache
-    has the size that is asked for, one sequence."""
-    rank = max(rank_memory(cfg, model_config), key=lambda rank: rank.total)
+    has the size that is asked for, one sequence. `rank`: the fullest, where that is at hand."""
+    rank = rank or fullest(rank_memory(cfg, model_config))
     if device == "cpu":
         cache = kv_cache(cfg, model_facts(model_config), rank, device, None)
         yield from cramped(cache, device) if (cache.sequences or 0) < 1 else ()
@@ -168,9 +163,11 @@ def impossible(cfg: RunConfig, model_config: Mapping[str, Any], device: str) -> 
         )
 
 
-def doubtful(cfg: RunConfig, model_config: Mapping[str, Any], device: str) -> Iterator[str]:
-    """What may not fit: phases of a step, and the KV cache."""
-    rank = max(rank_memory(cfg, model_config), key=lambda rank: rank.total)
+def doubtful(
+    cfg: RunConfig, model_config: Mapping[str, Any], device: str, rank: RankMemory | None = None
+) -> Iterator[str]:
+    """What may not fit: phases of a step, and the KV cache. `rank` as in `impossible`."""
+    rank = rank or fullest(rank_memory(cfg, model_config))
     gpu = gpu_bytes(cfg) if device == "cuda" else None
     if device == "cuda":
         yield from too_full(cfg, model_config, rank, gpu)

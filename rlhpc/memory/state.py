@@ -97,6 +97,11 @@ def rank_memory(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[RankMem
     ]
 
 
+def fullest(memory: Sequence[RankMemory]) -> RankMemory:
+    """What the rank takes that takes most."""
+    return max(memory, key=lambda rank: rank.total)
+
+
 def _critic_specs(cfg: RunConfig, model_config: Mapping[str, Any]) -> list[ShardSpec]:
     if not needs_critic(cfg):
         return []
@@ -133,11 +138,13 @@ def node_memory(
     return max(nodes, key=lambda node: node.total)
 
 
-def too_little_memory(cfg: RunConfig, model_config: Mapping[str, Any], device: str) -> Iterator[str]:
-    """What is wrong with the memory that a job asks for, if anything."""
+def too_little_memory(
+    cfg: RunConfig, model_config: Mapping[str, Any], device: str, memory: Sequence[RankMemory] | None = None
+) -> Iterator[str]:
+    """What is wrong with the memory that a job asks for, if anything; `memory` as in node_memory."""
     if (asked := cfg.cluster.memory_gib_per_node) is None:
         return
-    needed = node_memory(cfg, model_config, device)
+    needed = node_memory(cfg, model_config, device, memory)
     if asked * 2**30 < needed.total:
         copies = f", {readable(needed.checkpoint_copies)} of that copies for checkpoint.async_save"
         stay = ", or {optimizer,param}_offload=false of actor_rollout_ref.actor.megatron: these stay on the GPU then"

@@ -108,10 +108,7 @@ def check_hf(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     held = HfFiles(Path(directory))
     held.check_names(shapes.keys())
     untied = HEAD in held.files.keys() - shapes.keys()
-    stored = held.stored({**shapes, HEAD: shapes[EMBED]} if untied else shapes)
-    for path, names in held.by_file(stored).items():
-        with open_file(path) as file:
-            held.check_headers(path, file, {name: stored[name] for name in names})
+    held.sizes(held.stored({**shapes, HEAD: shapes[EMBED]} if untied else shapes))
     if untied:
         _check_tied(held, shapes[EMBED][0])
     return held.files

@@ -93,6 +93,16 @@ class HfFiles:
             groups[self.files[name]].append(name)
         return dict(sorted(groups.items()))
 
+    def sizes(self, stored: Mapping[str, Stored]) -> dict[str, int]:
+        """Bytes of each tensor, by the files' headers, which are checked."""
+        sizes: dict[str, int] = {}
+        for path, names in self.by_file(stored).items():
+            with open_file(path, "numpy") as file:
+                self.check_headers(path, file, {name: stored[name] for name in names})
+                of_item = {name: ITEM_BYTES[file.get_slice(name).get_dtype()] for name in names}
+            sizes |= {name: prod(stored[name].shape) * of_item[name] for name in names}
+        return sizes
+
     def check_headers(self, path: Path, file: Any, stored: Mapping[str, Stored]) -> None:
         """Raises ModelError where a tensor isn't in the file, or lies there in another way."""
         if absent := sorted(stored.keys() - set(file.keys())):
@@ -122,12 +132,7 @@ def tensor_bytes(directory: Path, shapes: Mapping[str, Shape]) -> dict[str, int]
     """Bytes of each tensor in the files, with its scales, by their headers. Raises ModelError as reading them would."""
     held = HfFiles(directory)
     held.check_names(shapes.keys())
-    stored = held.stored(shapes)
-    sizes: dict[str, int] = {}
-    for path, names in held.by_file(stored).items():
-        with open_file(path, "numpy") as file:
-            held.check_headers(path, file, {name: stored[name] for name in names})
-            sizes |= {name: prod(stored[name].shape) * ITEM_BYTES[file.get_slice(name).get_dtype()] for name in names}
+    sizes = held.sizes(held.stored(shapes))
     return {name: sizes[name] + sizes.get(name + SCALES, 0) for name in shapes}
 
 

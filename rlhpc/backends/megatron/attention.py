@@ -48,8 +48,8 @@ class PackedSequences(PackedSeqParams):
         bounds = batch.cu_seqlens.tolist()
         spans = sorted(zip(bounds, bounds[1:], strict=False), key=lambda span: span[1] - span[0])
         lengths = [stop - start for start, stop in spans]
-        # Made there: a copy of this size would wait for all that comes from host memory (offload.py).
         starts, counts = torch.tensor([[start for start, _ in spans], lengths]).to(device, non_blocking=True)
+        # Made there: a copy of this size would wait for all that comes from host memory (offload.py).
         order = torch.arange(sum(lengths), device=device)
         order += torch.repeat_interleave(starts - counts.cumsum(0) + counts, counts, output_size=len(order))
         input_ids, position_ids = batch.input_ids[order], batch.position_ids[order]
